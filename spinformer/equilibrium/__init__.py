@@ -1,0 +1,6 @@
+"""Approximations of a spin system's free energy, each ``X(...).solve(system) -> Equilibrium``."""
+
+from spinformer.equilibrium.exact import Exact
+from spinformer.equilibrium.mean_field import MeanField, MeanFieldEquilibrium
+
+__all__ = ["Exact", "MeanField", "MeanFieldEquilibrium"]

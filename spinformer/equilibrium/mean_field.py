@@ -1,0 +1,257 @@
+r"""Naive mean field: every spin in the average force of the others.
+
+.. math::
+    m_i = \langle S\rangle_{b_i},\quad b_i = \beta\Big(h_i + \sum_{j\ne i} J_{ij} m_j\Big),\qquad
+    \log Z_{\rm MF} = \sum_i \log z(b_i) - \tfrac\beta2 \sum_{ij} m_i\cdot J_{ij} m_j .
+
+For symmetric couplings this maximizes the Gibbs-Bogoliubov lower bound of log Z; its error is of
+second order in J. For asymmetric ones the same map has a fixed point, a nonequilibrium steady
+state, and no free energy. The map contracts if :math:`\beta \lVert J\rVert_2 R^2/D < 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spinformer.errors import OnFailure, strict_options
+from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
+from spinformer.solve.solution import Solution
+from spinformer.spins.couplings import Couplings
+from spinformer.spins.site import Gaussian, SiteLaw
+from spinformer.spins.system import SpinSystem
+from spinformer.thermo.equilibrium import Equilibrium
+
+__all__ = ["MeanField", "MeanFieldEquilibrium", "mean_field_map"]
+
+
+def mean_field_map(site: SiteLaw, couplings: Couplings) -> Callable[..., Tensor]:
+    """The map m -> <S> in the force of m, as ``f(m, field, beta, *couplings.tensors())``.
+
+    All that it depends on is an explicit argument, as implicit differentiation needs. ``beta``
+    broadcasts against (..., N, D).
+    """
+
+    def step(m: Tensor, field: Tensor, beta: Tensor, *tensors: Tensor) -> Tensor:
+        return site.mean(beta * (field + couplings.with_tensors(*tensors).apply(m)))
+
+    return step
+
+
+@strict_options
+class MeanField:
+    """Naive mean field of a :class:`~spinformer.SpinSystem`, by fixed-point iteration.
+
+    Args:
+        solver: ``"plain"``, ``"anderson"`` or ``"broyden"``
+            (:class:`~spinformer.solve.fixed_point.FixedPoint`).
+        damping: step in (0, 1]; below 1 for antiferromagnets and other oscillating maps.
+        tolerance: residual max |f(m) - m| in units of R / sqrt(D), the natural size of one
+            component; None is 1e-10 in float64 and 1e-5 in float32.
+        max_iterations: evaluations of the map.
+        on_failure: ``"raise"``, ``"warn"`` or ``"ignore"``.
+
+    Cost: one product with J an iteration.
+    """
+
+    def __init__(
+        self,
+        solver: FixedPointSolver = "plain",
+        damping: float = 1.0,
+        tolerance: float | None = None,
+        max_iterations: int = 1000,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        self.fixed_point = FixedPoint(solver, damping, tolerance, max_iterations, on_failure)
+
+    def solve(self, system: SpinSystem, initial: Tensor | None = None) -> MeanFieldEquilibrium:
+        """Solve the mean-field equations.
+
+        Args:
+            system: any couplings and site law; ``Gaussian`` needs ``beta v lambda_max(J) < 1``.
+            initial: magnetizations (..., N, D) to start from; None is the answer without couplings.
+                At zero field that is m = 0, which is a solution at every temperature and an
+                unstable one in an ordered phase: look at
+                :attr:`MeanFieldEquilibrium.is_stable`, or start from an ordered state.
+
+        Raises:
+            ConvergenceError: with ``on_failure="raise"``.
+            ValueError: Gaussian spins beyond their stability limit.
+        """
+        site = system.site
+        if isinstance(site, Gaussian) and system.couplings.is_symmetric:
+            _check_gaussian(system, site)
+        field, beta = system.field, system.beta[..., None, None]
+        # A broken system must not reach the gradients of parameters that it shares with others.
+        finite = torch.isfinite(field.detach()).all(-1).all(-1)
+        broken = not bool(finite.all())
+        if broken:
+            field = torch.where(finite[..., None, None], field, 0.0)
+        if initial is None:
+            start = site.mean(beta * field)
+        else:
+            start = _check_initial(initial, system)
+        solution = self.fixed_point.solve(
+            mean_field_map(site, system.couplings),
+            start,
+            (field, beta, *system.couplings.tensors()),
+            scale=site.scale,
+        )
+        if broken:
+            solution = Solution(
+                torch.where(finite[..., None, None], solution.value, torch.nan),
+                torch.where(finite, solution.residual, torch.nan),
+                solution.iterations,
+                solution.converged & finite,
+            )
+            solution.check(
+                self.fixed_point.on_failure, "mean field", "The field of a system is not finite."
+            )
+        return MeanFieldEquilibrium(system, solution)
+
+
+class MeanFieldEquilibrium(Equilibrium):
+    """Mean-field magnetizations and the thermodynamics of their variational free energy.
+
+    Free energy, energy, entropy and specific heat need symmetric couplings and raise ``ValueError``
+    without; magnetization and susceptibility, the response of the fixed point, don't.
+    """
+
+    @property
+    def magnetization(self) -> Tensor:
+        return self.solution.value
+
+    @cached_property
+    def _field(self) -> Tensor:
+        """Total dimensionless field b on every spin."""
+        system = self.system
+        return system.beta[..., None, None] * system.force(self.magnetization)
+
+    @cached_property
+    def _pair_energy(self) -> Tensor:
+        m = self.magnetization
+        return -(m * self.system.couplings.apply(m)).sum((-2, -1)) / 2
+
+    @cached_property
+    def log_partition(self) -> Tensor:
+        self.system.require_symmetric("The mean-field free energy")
+        one_spin = self.system.site.log_partition(self._field).sum(-1)
+        return one_spin + self.system.beta * self._pair_energy
+
+    @property
+    def internal_energy(self) -> Tensor:
+        self.system.require_symmetric("The mean-field energy")
+        return self._pair_energy - (self.system.field * self.magnetization).sum((-2, -1))
+
+    def specific_heat(self) -> Tensor:
+        self.system.require_symmetric("The mean-field specific heat")
+        force = self.system.force(self.magnetization)
+        heat = torch.einsum("...ia,...iajb,...jb->...", force, self.susceptibility(), force)
+        return self.system.beta * heat
+
+    @cached_property
+    def _covariance(self) -> Tensor:
+        """Covariance of every spin in its field (..., N, D, D), zero at absent sites."""
+        covariance = self.system.site.covariance(self._field)
+        if self.system.present is not None:
+            covariance = covariance * self.system.present[..., None, None]
+        return covariance
+
+    @cached_property
+    def _jacobian(self) -> Tensor:
+        """df/dm = beta C J as (..., N D, N D)."""
+        dense = self.system.couplings.to_dense()
+        n, d = self.magnetization.shape[-2:]
+        if self.system.couplings.dim is None:
+            product = torch.einsum("...iab,...ij->...iajb", self._covariance, dense)
+        else:
+            product = torch.einsum("...iac,...ijcb->...iajb", self._covariance, dense)
+        product = self.system.beta[..., None, None, None, None] * product
+        return product.reshape(*self.system.batch_shape, n * d, n * d)
+
+    def susceptibility(self) -> Tensor:
+        r""":math:`\chi = \beta (1 - \beta C J)^{-1} C` with C the covariances of the single spins.
+
+        O((N D)^3) a system.
+        """
+        n, d = self.magnetization.shape[-2:]
+        batch = self.system.batch_shape
+        blocks = torch.eye(n, dtype=self._covariance.dtype, device=self._covariance.device)
+        covariance = torch.einsum("...iab,ij->...iajb", self._covariance, blocks)
+        right = (self.system.beta[..., None, None, None, None] * covariance).reshape(
+            *batch, n * d, n * d
+        )
+        left = torch.eye(n * d, dtype=right.dtype, device=right.device) - self._jacobian
+        return _solve(left, right).reshape(*batch, n, d, n, d)
+
+    def _linear_response_correlations(self) -> Tensor:
+        connected = torch.einsum("...iaja->...ij", self.susceptibility())
+        m = self.magnetization
+        return m @ m.mT + connected / self.system.beta[..., None, None]
+
+    def stability(self) -> Tensor:
+        r"""Smallest real part of the eigenvalues of :math:`1 - \partial f/\partial m`, (...).
+
+        Positive: small deviations decay under the (sufficiently damped) map, and for symmetric
+        couplings the solution is a minimum of the mean-field free energy. Negative: a saddle or a
+        maximum. Zero: a mode without restoring force, as the rotations of an ordered state.
+        O((N D)^3) a system.
+        """
+        jacobian = self._jacobian.detach()
+        if jacobian.shape[-1] == 0:
+            return torch.ones_like(self.system.beta)
+        # A batch of nonsymmetric eigenvalue problems; the spectrum is real where J is symmetric.
+        return 1 - torch.linalg.eigvals(jacobian).real.amax(-1)
+
+    @property
+    def is_stable(self) -> Tensor:
+        """Whether each system's solution is stable or marginal, (...) bool.
+
+        Marginal eigenvalues come out at the size of the residual instead of zero, hence the margin
+        of the square root of rounding.
+        """
+        return self.stability() > -torch.finfo(self.system.field.dtype).eps ** 0.5
+
+
+def _solve(left: Tensor, right: Tensor) -> Tensor:
+    """Solve left x = right, one LU a system.
+
+    Batched LU on CPUs is known to hang for N >= 160 with several threads; single ones don't.
+    """
+    if left.ndim == 2:
+        return torch.linalg.solve(left, right)
+    batch = left.shape[:-2]
+    rows = zip(
+        left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]), strict=True
+    )
+    solved = [torch.linalg.solve(a, b) for a, b in rows]
+    if not solved:
+        return torch.zeros_like(right)
+    return torch.stack(solved).reshape(*batch, *right.shape[-2:])
+
+
+def _check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
+    try:
+        start = initial.to(system.field.dtype).expand(system.field.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"initial has shape {tuple(initial.shape)}: it must broadcast to the field's "
+            f"{tuple(system.field.shape)}"
+        ) from error
+    if system.mask is None:
+        return start
+    return torch.where(system.mask[..., None], 0.0, start)
+
+
+def _check_gaussian(system: SpinSystem, site: Gaussian) -> None:
+    largest = system.couplings.largest_eigenvalue()
+    strength = system.beta * site.variance * largest
+    if bool((strength >= 1).any()):
+        raise ValueError(
+            "Gaussian spins need beta * variance * (largest eigenvalue of J) < 1, got "
+            f"{float(strength.detach().max()):.6g} (largest eigenvalue "
+            f"{float(largest.detach().max()):.6g}): lower beta or weaken the couplings"
+        )

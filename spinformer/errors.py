@@ -1,0 +1,68 @@
+"""Errors and warnings of the library, and the two checks that make a wrong option loud.
+
+Every public constructor takes typed keyword arguments. A keyword that does not exist raises
+``TypeError`` and names the nearest one that does; a string option outside its choices raises
+``ValueError`` and does the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+OnFailure = Literal["raise", "warn", "ignore"]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class SpinformerError(Exception):
+    """Base of the library's own errors."""
+
+
+class ConvergenceError(SpinformerError, RuntimeError):
+    """An iteration stopped before it reached its tolerance."""
+
+
+class ConvergenceWarning(UserWarning):
+    """An iteration stopped before it reached its tolerance, and the caller asked to go on."""
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """Sentence that suggests the choice closest to ``word`` and lists them all."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    suggestion = f"; the nearest is {close[0]!r}" if close else ""
+    return f"{suggestion} (choose from {', '.join(repr(choice) for choice in choices)})"
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """Return ``value`` if it is one of ``choices``, else raise ``ValueError`` naming the nearest."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not an option{nearest(str(value), choices)}")
+    return value
+
+
+def strict_options(cls: _Class) -> _Class:
+    """Class decorator: an unknown keyword of ``__init__`` names the nearest real one."""
+    init = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+    known = [
+        name
+        for name, parameter in signature.parameters.items()
+        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        # A subclass has its own signature and its own check.
+        for option in options:
+            if option not in known:
+                raise TypeError(
+                    f"{type(self).__name__} has no option {option!r}{nearest(option, known)}"
+                )
+        init(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls

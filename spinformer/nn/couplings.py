@@ -1,0 +1,257 @@
+r"""Couplings of a block: amortized from its input, as attention is, or fixed parameters.
+
+The weights of every head have a zero diagonal *before* they are normalized (a spin does not act on
+itself), so the rows of ``"softmax"`` sum to one. A row with no neighbour (one token, the first
+causal token) is zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spinformer.nn.masks import Masks
+from spinformer.spins.couplings import Couplings
+
+__all__ = ["AttentionCouplings", "FixedCouplings", "HeadMixture", "Heads"]
+
+
+class Heads(Couplings):
+    """One scalar matrix a head, ``J = strength * weights``, with the diagonal removed by its maker.
+
+    Args:
+        weights: (..., H, N, N), zero on the diagonal.
+        strength: (H,).
+        symmetric: whether the weights are, by construction.
+    """
+
+    def __init__(self, weights: Tensor, strength: Tensor, symmetric: bool) -> None:
+        self._weights, self._strength, self._symmetric = weights, strength, symmetric
+
+    @property
+    def num_spins(self) -> int:
+        return self._weights.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self._weights.shape[:-2]
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self._symmetric
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._weights, self._strength
+
+    def with_tensors(self, *tensors: Tensor) -> Heads:
+        weights, strength = tensors
+        return Heads(weights, strength, self._symmetric)
+
+    def apply(self, state: Tensor) -> Tensor:
+        # The small factor goes on the small tensor.
+        return self._weights @ (self._strength[:, None, None] * state)
+
+    def to_dense(self) -> Tensor:
+        return self._strength[:, None, None] * self._weights
+
+    def transpose(self) -> Heads:
+        return Heads(self._weights.mT, self._strength, self._symmetric)
+
+    def symmetrize(self) -> Heads:
+        if self._symmetric:
+            return self
+        return Heads((self._weights + self._weights.mT) / 2, self._strength, True)
+
+    def mask(self, absent: Tensor) -> Heads:
+        either = absent[..., :, None] | absent[..., None, :]
+        return Heads(self._weights.masked_fill(either, 0.0), self._strength, self._symmetric)
+
+
+class HeadMixture(Couplings):
+    r"""Matrix-valued couplings of one system, :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`.
+
+    Applied to a state this is multi-head attention with its value and output projections. With
+    symmetric weights and tied projections, :math:`O_h = V_h^{\mathsf T}`, it is symmetric.
+
+    Args:
+        heads: the weights, (B, H, N, N).
+        value: V, (d, d): the rows of head h are its V_h.
+        out: O, (d, d): the columns of head h are its O_h; None ties it to V.
+    """
+
+    def __init__(self, heads: Heads, value: Tensor, out: Tensor | None) -> None:
+        self._heads, self._value, self._out = heads, value, out
+
+    @property
+    def num_spins(self) -> int:
+        return self._heads.num_spins
+
+    @property
+    def dim(self) -> int:
+        return self._value.shape[1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self._heads.batch_shape[:-1]
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self._heads.is_symmetric and self._out is None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        projections = (self._value,) if self._out is None else (self._value, self._out)
+        return (*self._heads.tensors(), *projections)
+
+    def with_tensors(self, *tensors: Tensor) -> HeadMixture:
+        out = None if self._out is None else tensors[3]
+        return HeadMixture(self._heads.with_tensors(*tensors[:2]), tensors[2], out)
+
+    def apply(self, state: Tensor) -> Tensor:
+        nhead = self._heads.batch_shape[-1]
+        values = F.linear(state, self._value).unflatten(-1, (nhead, -1)).transpose(-2, -3)
+        mixed = self._heads.apply(values).transpose(-2, -3).flatten(-2)
+        return F.linear(mixed, self._value.mT if self._out is None else self._out)
+
+    def to_dense(self) -> Tensor:
+        nhead = self._heads.batch_shape[-1]
+        value = self._value.unflatten(0, (nhead, -1))
+        out = (self._value.mT if self._out is None else self._out).unflatten(1, (nhead, -1))
+        return torch.einsum("...hij,ahc,hcb->...ijab", self._heads.to_dense(), out, value)
+
+    def transpose(self) -> HeadMixture:
+        out = None if self._out is None else self._value.mT
+        value = self._value if self._out is None else self._out.mT
+        return HeadMixture(self._heads.transpose(), value, out)
+
+    def symmetrize(self) -> HeadMixture:
+        if self.is_symmetric:
+            return self
+        raise NotImplementedError(
+            "couplings of mixed heads are symmetric only by construction: build the block with "
+            "couplings='symmetric', which ties the projections"
+        )
+
+    def mask(self, absent: Tensor) -> HeadMixture:
+        return HeadMixture(self._heads.mask(absent.unsqueeze(-2)), self._value, self._out)
+
+
+class AttentionCouplings(nn.Module):
+    r"""Couplings amortized from the tokens by scaled dot-product attention.
+
+    .. math:: A = \mathrm{softmax}_{j\ne i}\big(q_i\cdot k_j / \sqrt{d_h} + \text{bias}\big),\qquad
+              J = s A \quad\text{or}\quad J = s\,(A + A^{\mathsf T})/2,
+
+    with one strength s a head, 1 at first.
+
+    Args:
+        d_model: width of the tokens.
+        nhead: number of heads.
+        symmetric: the second form.
+        dropout: probability, in training, that a weight is dropped; one mask a solve.
+        bias, device, dtype: of the projection.
+        batch_first: read by containers of torch; the layout is the block's business.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        symmetric: bool,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.nhead, self.symmetric, self.dropout = nhead, symmetric, dropout
+        self.batch_first = batch_first
+        self.in_proj = nn.Linear(d_model, 2 * d_model, bias=bias, device=device, dtype=dtype)
+        self.strength = nn.Parameter(torch.empty(nhead, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform queries and keys, zero biases, unit strengths."""
+        for block in self.in_proj.weight.chunk(2):
+            nn.init.xavier_uniform_(block)
+        if self.in_proj.bias is not None:
+            nn.init.zeros_(self.in_proj.bias)
+        nn.init.ones_(self.strength)
+
+    def forward(self, tokens: Tensor, masks: Masks) -> Heads:
+        """Couplings (B, H, N, N) of normalized tokens (B, N, d)."""
+        batch, length, _ = tokens.shape
+        heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, -1)
+        query, key = heads.permute(2, 0, 3, 1, 4)
+        logits = (query / math.sqrt(query.shape[-1])) @ key.mT
+        if masks.bias is not None:
+            logits = logits + masks.bias
+        # The most negative number, not -inf: a row without neighbours stays finite, in its
+        # gradient too, and is cleared below.
+        lowest = torch.finfo(logits.dtype).min
+        logits.diagonal(dim1=-2, dim2=-1).fill_(lowest)
+        unbonded = masks.unbonded()
+        if unbonded is not None:
+            logits = logits.masked_fill(unbonded, lowest)
+        weights = logits.softmax(-1)
+        if unbonded is not None or length == 1:
+            itself = torch.eye(length, dtype=torch.bool, device=weights.device)
+            weights = weights.masked_fill(itself if unbonded is None else itself | unbonded, 0.0)
+        weights = F.dropout(weights, self.dropout, self.training)
+        if self.symmetric:
+            weights = (weights + weights.mT) / 2
+        return Heads(weights, self.strength, self.symmetric)
+
+
+class FixedCouplings(nn.Module):
+    r"""Symmetric couplings :math:`J = (P + P^{\mathsf T})/2` of a fixed number of sites, learned.
+
+    Args:
+        num_spins: number of tokens N that the block serves.
+        nhead: number of heads.
+        batch_first, device, dtype: as elsewhere.
+    """
+
+    def __init__(
+        self,
+        num_spins: int,
+        nhead: int,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.weight = nn.Parameter(
+            torch.empty(nhead, num_spins, num_spins, device=device, dtype=dtype)
+        )
+        self.strength = nn.Parameter(torch.empty(nhead, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gaussian entries with a spectral radius of J near 1/2, unit strengths."""
+        nn.init.normal_(self.weight, std=1 / math.sqrt(8 * max(self.weight.shape[-1], 1)))
+        nn.init.ones_(self.strength)
+
+    def forward(self, tokens: Tensor, masks: Masks) -> Heads:
+        """Couplings (H, N, N), or (B, H, N, N) under a mask; the tokens only give their number."""
+        length, num_spins = tokens.shape[1], self.weight.shape[-1]
+        if length != num_spins:
+            raise ValueError(
+                f"x has {length} tokens, couplings='fixed' of this block are between "
+                f"num_spins={num_spins}: pad x, or use amortized couplings"
+            )
+        if masks.bias is not None:
+            raise ValueError(
+                "a mask with finite entries biases attention logits, and couplings='fixed' have "
+                "none: pass a boolean mask"
+            )
+        itself = torch.eye(length, dtype=torch.bool, device=self.weight.device)
+        weights = ((self.weight + self.weight.mT) / 2).masked_fill(itself, 0.0)
+        unbonded = masks.unbonded()
+        if unbonded is not None:
+            weights = weights.masked_fill(unbonded, 0.0)
+        return Heads(weights, self.strength, masks.symmetric)

@@ -1,0 +1,432 @@
+r"""A Transformer block that is a spin system: tokens are fields, magnetizations are the output."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from spinformer.equilibrium.mean_field import (
+    MeanField,
+    MeanFieldEquilibrium,
+    mean_field_map,
+)
+from spinformer.equilibrium.steepest_descent import SteepestDescent
+from spinformer.errors import ConvergenceWarning, OnFailure, check_choice, strict_options
+from spinformer.nn.couplings import AttentionCouplings, FixedCouplings, HeadMixture, Heads
+from spinformer.nn.layers import MLP, make_norm
+from spinformer.nn.masks import Masks, check_heads, merge_masks, to_batch
+from spinformer.nn.report import BlockReport
+from spinformer.solve.fixed_point import FixedPointSolver, unroll
+from spinformer.solve.solution import ON_FAILURE, Solution
+from spinformer.spins.couplings import Couplings
+from spinformer.spins.site import Ising, LargeDSphere, Radius, SiteLaw, Sphere
+from spinformer.spins.system import SpinSystem
+from spinformer.thermo.equilibrium import Equilibrium
+
+__all__ = ["FreeEnergyBlock"]
+
+_REMEDY = (
+    "Raise max_iterations, lower damping, or start training with a smaller beta; the block goes on "
+    "with the last iterate and warns once (see return_report=True for every pass)."
+)
+
+
+@strict_options
+class FreeEnergyBlock(nn.Module):
+    r"""Drop-in Transformer layer whose output is the magnetization of a spin system.
+
+    The token stream is the external field, :math:`h_i`, of one spin a token (and a head). The
+    couplings are computed from the normalized tokens, as attention is, and the block returns
+
+    .. math:: m_i = -\frac{\partial F}{\partial h_i},\qquad
+              \text{mean field:}\quad m_i = \phi\Big(\beta h_i + \beta\sum_{j\ne i} J_{ij} m_j\Big).
+
+    The residual connection is the field, token mixing the couplings, and the normalization the
+    response :math:`\phi` of a spin on a sphere, which bounds the output. The fixed point is
+    differentiated implicitly: memory does not grow with iterations.
+
+    Args:
+        d_model: width of the token stream.
+        nhead: number of heads, a divisor of ``d_model``.
+        approximation: ``"mean_field"``, or ``"steepest_descent"`` (needs symmetric couplings).
+        couplings: ``"softmax"`` (row-normalized attention, asymmetric: a nonequilibrium steady
+            state without free energy; every mask), ``"symmetric"`` (half the sum of it and its
+            transpose; masks must be symmetric, a causal one is not) or ``"fixed"`` (a symmetric
+            parameter for ``num_spins`` tokens).
+        heads: ``"split"``: each head is a spin system of dimension d_model / nhead with scalar
+            couplings, acting on its channels. ``"mixed"`` (mean field only): one system of dimension
+            d_model with :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`, multi-head attention with its
+            projections inside the field; with ``"symmetric"`` or ``"fixed"`` couplings
+            :math:`O_h = V_h^{\mathsf T}`, so that a free energy exists.
+        stream: what flows between blocks. ``"plain"``: field in, magnetization out.
+            ``"magnetization"``: magnetization in (strictly inside the ball, else ``ValueError``),
+            lifted by the inverse response, magnetization out. ``"field"``: field in, conjugate
+            field :math:`h_i + \sum_j J_{ij} m_j` out, so that a block that adds nothing is the
+            identity. :class:`~spinformer.nn.Encoder` applies the response where a stack needs it.
+        steps: None solves to the fixed point; K applies the map K times to the start and is
+            differentiated through (mean field only).
+        beta: inverse temperature at first, one a head (one in all for mixed heads).
+        learnable_beta: whether training moves it (its logarithm is the parameter).
+        response: ``"exact"`` (Bessel functions) or ``"large_d"`` (closed form). Steepest descent
+            has its own, the closed form.
+        radius: length of the spins; None is sqrt(dimension), ``"large_d"`` sqrt(dimension/2 - 1).
+            Spins of dimension 1 are Ising spins, of length 1.
+        dim_feedforward: hidden width of a position-wise MLP; None for none. It is added to the
+            field: of the block's own system for the first two streams, to the outgoing one for
+            ``"field"`` (couplings first, as in a Transformer).
+        activation: of the MLP: ``"gelu"``, ``"relu"`` or ``"silu"``.
+        dropout: probability, in training, on coupling weights, hidden units and the MLP's output.
+        norm: ``"layer"`` or ``"rms"``, of what couplings and MLP see.
+        bias: whether linear maps have biases.
+        initial: where the solve starts. None: the magnetization without couplings. ``"learned"``:
+            the response to a linear map of the normalized tokens (the values). A tensor that
+            broadcasts to (B, N, d_model): kept as a buffer.
+        num_spins: number of tokens, for ``couplings="fixed"`` only.
+        solver, damping, tolerance, max_iterations: of the mean-field solve
+            (:class:`~spinformer.MeanField`); tolerance and max_iterations also of steepest descent,
+            where None are its defaults.
+        auxiliary: ``"site"`` or ``"shared"``, of :class:`~spinformer.SteepestDescent`.
+        on_failure: ``"warn"`` (once a block), ``"raise"`` or ``"ignore"``.
+        batch_first: whether three-axes inputs are (B, N, d_model) or (N, B, d_model).
+        device, dtype: of the parameters. The solve runs in float32 or better.
+
+    Cost: that of the couplings, O(B N^2 d), and of each iteration, O(B N^2 d); steepest descent
+    O(B nhead N^3) instead.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: options that contradict each other; the message says which and what to use.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        approximation: Literal["mean_field", "steepest_descent"] = "mean_field",
+        couplings: Literal["softmax", "symmetric", "fixed"] = "softmax",
+        heads: Literal["split", "mixed"] = "split",
+        stream: Literal["plain", "magnetization", "field"] = "plain",
+        *,
+        steps: int | None = None,
+        beta: float = 1.0,
+        learnable_beta: bool = True,
+        response: Literal["exact", "large_d"] = "exact",
+        radius: Radius = None,
+        dim_feedforward: int | None = None,
+        activation: Literal["gelu", "relu", "silu"] = "gelu",
+        dropout: float = 0.0,
+        norm: Literal["layer", "rms"] = "layer",
+        bias: bool = True,
+        initial: Literal["learned"] | Tensor | None = None,
+        num_spins: int | None = None,
+        solver: FixedPointSolver = "plain",
+        damping: float = 1.0,
+        tolerance: float | None = 1e-4,
+        max_iterations: int = 100,
+        auxiliary: Literal["site", "shared"] = "site",
+        on_failure: OnFailure = "warn",
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        head_dim = check_heads(d_model, nhead)
+        check_choice("approximation", approximation, ("mean_field", "steepest_descent"))
+        check_choice("couplings", couplings, ("softmax", "symmetric", "fixed"))
+        check_choice("heads", heads, ("split", "mixed"))
+        check_choice("stream", stream, ("plain", "magnetization", "field"))
+        check_choice("response", response, ("exact", "large_d"))
+        check_choice("on_failure", on_failure, ON_FAILURE)
+        if approximation == "steepest_descent":
+            if couplings == "softmax":
+                raise ValueError(
+                    "approximation='steepest_descent' needs a free energy, and couplings='softmax' "
+                    "are asymmetric: use couplings='symmetric' or 'fixed', or "
+                    "approximation='mean_field'"
+                )
+            for option, value in (("heads", heads == "mixed"), ("steps", steps is not None)):
+                if value:
+                    raise ValueError(
+                        f"approximation='steepest_descent' has no {option} option: use "
+                        "heads='split' and steps=None, or approximation='mean_field'"
+                    )
+        if (couplings == "fixed") != (num_spins is not None):
+            raise ValueError(
+                f"couplings={couplings!r} with num_spins={num_spins}: num_spins goes with "
+                "couplings='fixed', and only with it"
+            )
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps={steps!r} must be None (the fixed point) or at least 1")
+        if not beta > 0:
+            raise ValueError(f"beta={beta!r} must be positive")
+
+        self.d_model, self.nhead = d_model, nhead
+        self.couplings, self.heads, self.stream = couplings, heads, stream
+        self.steps, self.damping, self.on_failure = steps, damping, on_failure
+        self.approximation: MeanField | SteepestDescent
+        if approximation == "mean_field":
+            self.approximation = MeanField(solver, damping, tolerance, max_iterations, on_failure)
+        else:
+            self.approximation = SteepestDescent(
+                auxiliary=auxiliary,
+                tolerance=tolerance,
+                max_iterations=max_iterations,
+                on_failure=on_failure,
+            )
+        systems, dim = (nhead, head_dim) if heads == "split" else (1, d_model)
+        closed_form = response == "large_d" or approximation == "steepest_descent"
+        self.site = _site(dim, radius, closed_form)
+
+        options = {"device": device, "dtype": dtype}
+        self.self_attn: AttentionCouplings | FixedCouplings
+        if num_spins is not None:
+            self.self_attn = FixedCouplings(num_spins, nhead, batch_first, **options)
+        else:
+            self.self_attn = AttentionCouplings(
+                d_model, nhead, couplings == "symmetric", dropout, bias, batch_first, **options
+            )
+        self.norm1 = make_norm(norm, d_model, device, dtype)
+        self.log_beta = nn.Parameter(
+            torch.empty(systems, **options), requires_grad=learnable_beta
+        )
+        self._initial_beta = float(beta)
+        self.value: nn.Parameter | None = None
+        self.out: nn.Parameter | None = None
+        if heads == "mixed":
+            self.value = nn.Parameter(torch.empty(d_model, d_model, **options))
+            if couplings == "softmax":
+                self.out = nn.Parameter(torch.empty(d_model, d_model, **options))
+        self.mlp: MLP | None = None
+        self.norm2: nn.Module | None = None
+        if dim_feedforward is not None:
+            self.mlp = MLP(d_model, dim_feedforward, activation, dropout, bias, **options)
+            self.norm2 = make_norm(norm, d_model, device, dtype)
+        self.initial_map: nn.Linear | None = None
+        self.initial: Tensor | None
+        self.register_buffer("initial", initial if isinstance(initial, Tensor) else None)
+        if isinstance(initial, str):
+            check_choice("initial", initial, ("learned",))
+            self.initial_map = nn.Linear(d_model, d_model, bias=bias, **options)
+        self._warned = False
+        self.reset_parameters()
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether three-axes inputs are (B, N, d_model)."""
+        return self.self_attn.batch_first
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        self.self_attn.reset_parameters()
+        nn.init.constant_(self.log_beta, torch.tensor(self._initial_beta).log().item())
+        for matrix in (self.value, self.out):
+            if matrix is not None:
+                nn.init.xavier_uniform_(matrix)
+        for module in (self.norm1, self.norm2, self.mlp, self.initial_map):
+            if module is not None:
+                module.reset_parameters()
+
+    # -- the three streams ----------------------------------------------------------------------
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What the first block of a stack reads: tokens into the ball for ``"magnetization"``."""
+        return self._respond(x) if self.stream == "magnetization" else x
+
+    def readout(self, x: Tensor) -> Tensor:
+        """What a stack returns: the response to its field for ``"field"``."""
+        return self._respond(x) if self.stream == "field" else x
+
+    def forward(
+        self,
+        x: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        return_report: bool = False,
+    ) -> Tensor | tuple[Tensor, BlockReport]:
+        """Solve one spin system a sequence (and head).
+
+        Args:
+            x: (B, N, d_model) (see ``batch_first``) or (N, d_model).
+            src_mask: (N, N) or (B * nhead, N, N); True, or -inf, where token i must not hear
+                token j.
+            src_key_padding_mask: (B, N); True, or -inf, where there is no token: no spin.
+            is_causal: token i hears ``j <= i`` only.
+            return_report: also return a :class:`BlockReport`.
+
+        Raises:
+            ConvergenceError: with ``on_failure="raise"``.
+            ValueError: an asymmetric mask where symmetric couplings are needed; ``"magnetization"``
+                outside the ball.
+        """
+        tokens, layout = to_batch(x, self.d_model, self.batch_first, self.log_beta)
+        masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
+        self._check_masks(masks)
+        tokens = masks.clear(tokens)
+        # A sequence that holds NaN keeps it: it must not reach the weights that others share.
+        whole = torch.isfinite(tokens).all(-1).all(-1)[:, None, None]
+        tokens = torch.where(whole, tokens, 0.0)
+
+        normalized = self.norm1(tokens)
+        couplings = self.self_attn(normalized, masks)
+        with torch.autocast(x.device.type, enabled=False):
+            out, report = self._solve(tokens, normalized, couplings, masks, whole, return_report)
+        if self.stream == "field":
+            out = out + self._mixing(out, x.dtype)
+        out = torch.where(whole, masks.clear(out), torch.nan).to(x.dtype)
+        out = layout.leave(out)
+        return (out, report) if return_report and report is not None else out
+
+    # -- the solve ------------------------------------------------------------------------------
+
+    def _solve(
+        self,
+        tokens: Tensor,
+        normalized: Tensor,
+        heads: Heads,
+        masks: Masks,
+        whole: Tensor,
+        return_report: bool,
+    ) -> tuple[Tensor, BlockReport | None]:
+        """Magnetization, or conjugate field, as (B, N, d_model) in float32 or better."""
+        working = torch.promote_types(tokens.dtype, torch.float32)
+        field = tokens.to(working)
+        if self.stream == "magnetization":
+            field = self._lift(field)
+        if self.stream != "field":
+            field = field + self._mixing(tokens, working)
+        couplings: Couplings = heads.to(dtype=working)
+        if self.value is not None:
+            out_map = None if self.out is None else self.out.to(working)
+            couplings = HeadMixture(heads.to(dtype=working), self.value.to(working), out_map)
+        absent = masks.absent
+        if absent is not None and self.heads == "split":
+            absent = absent[:, None]
+        system = SpinSystem(
+            couplings,
+            self._systems(field),
+            self.log_beta.to(working).exp() if self.heads == "split" else self._one_beta(working),
+            self.site,
+            mask=absent,
+            check_finite=False,
+        )
+        start = self._start(normalized, system)
+        equilibrium = self._equilibrium(system, start, return_report)
+        m = equilibrium.magnetization
+        out = self._tokens(system.force(m) if self.stream == "field" else m)
+        if not return_report:
+            return out, None
+        whole = whole[..., 0]
+        solution = equilibrium.solution
+        batch = solution.converged.shape[0], -1
+        return out, BlockReport(
+            free_energy=(
+                equilibrium.free_energy.reshape(batch) if system.couplings.is_symmetric else None
+            ),
+            residual=solution.residual.reshape(batch),
+            iterations=solution.iterations.reshape(batch),
+            converged=solution.converged.reshape(batch) & whole,
+            couplings=heads.to_dense().expand(len(tokens), *heads.to_dense().shape[-3:]),
+            magnetization=m if self.heads == "split" else m.unsqueeze(1),
+        )
+
+    def _equilibrium(
+        self, system: SpinSystem, start: Tensor | None, return_report: bool
+    ) -> Equilibrium:
+        if self.steps is None:
+            with warnings.catch_warnings():
+                if self._warned:
+                    warnings.simplefilter("ignore", ConvergenceWarning)
+                equilibrium = self.approximation.solve(system, start)
+            self._warned = self._warned or not bool(equilibrium.solution.converged.all())
+            return equilibrium
+        step = mean_field_map(system.site, system.couplings)
+        field, beta = system.field, system.beta[..., None, None]
+        inputs = (field, beta, *system.couplings.tensors())
+        if start is None:
+            start = system.site.mean(beta * field)
+        m = unroll(step, start, inputs, steps=self.steps, damping=self.damping)
+        residual = torch.full_like(system.beta, torch.nan)
+        if return_report:
+            with torch.no_grad():
+                change = (step(m, *inputs) - m).abs() / system.site.scale
+                residual = change.flatten(-2).amax(-1) if change.numel() else residual * 0
+        iterations = torch.full_like(system.beta, self.steps, dtype=torch.int64)
+        tolerance = self.approximation.fixed_point.tolerance or 0.0
+        solution = Solution(m, residual, iterations, residual <= tolerance)
+        return MeanFieldEquilibrium(system, solution)
+
+    def _start(self, normalized: Tensor, system: SpinSystem) -> Tensor | None:
+        if self.initial_map is not None:
+            values = self._systems(self.initial_map(normalized).to(system.field.dtype))
+            return system.site.mean(system.beta[..., None, None] * values)
+        if self.initial is not None:
+            full = self.initial.to(system.field.dtype).expand_as(normalized)
+            return self._systems(full)
+        return None
+
+    def _mixing(self, x: Tensor, dtype: torch.dtype) -> Tensor | float:
+        if self.mlp is None or self.norm2 is None:
+            return 0.0
+        return self.mlp(self.norm2(x.to(self.log_beta.dtype))).to(dtype)
+
+    def _check_masks(self, masks: Masks) -> None:
+        if self.couplings == "softmax" or masks.symmetric:
+            return
+        if isinstance(self.approximation, SteepestDescent) or self.couplings == "symmetric":
+            raise ValueError(
+                "a causal or otherwise asymmetric mask leaves no symmetric couplings, which "
+                f"couplings={self.couplings!r} with {type(self.approximation).__name__} need: use "
+                "couplings='softmax' with approximation='mean_field'"
+            )
+
+    # -- tokens (B, N, d) and systems (B, H, N, d_h) or (B, N, d) ---------------------------------
+
+    def _systems(self, x: Tensor) -> Tensor:
+        if self.heads == "mixed":
+            return x
+        return x.unflatten(-1, (self.nhead, -1)).transpose(1, 2)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        return x if self.heads == "mixed" else x.transpose(1, 2).flatten(-2)
+
+    def _one_beta(self, dtype: torch.dtype) -> Tensor:
+        return self.log_beta.to(dtype).exp()[0]
+
+    def _beta_of_channels(self, dtype: torch.dtype) -> Tensor:
+        """beta as a factor on the last two axes of (..., systems, dim)."""
+        return self.log_beta.to(dtype).exp()[:, None]
+
+    def _respond(self, x: Tensor) -> Tensor:
+        """The magnetization of free spins in the field x, token by token."""
+        working = torch.promote_types(x.dtype, torch.float32)
+        spins = x.to(working).unflatten(-1, (len(self.log_beta), -1))
+        m = self.site.mean(self._beta_of_channels(working) * spins)
+        return m.flatten(-2).to(x.dtype)
+
+    def _lift(self, m: Tensor) -> Tensor:
+        """The field whose free spins have magnetization m: the inverse of :meth:`_respond`."""
+        spins = m.unflatten(-1, (len(self.log_beta), -1))
+        b = self.site.inverse_response(spins)
+        return (b / self._beta_of_channels(m.dtype)).flatten(-2)
+
+    def extra_repr(self) -> str:
+        """The options that the children do not show."""
+        return (
+            f"{type(self.approximation).__name__}, couplings={self.couplings!r}, "
+            f"heads={self.heads!r}, stream={self.stream!r}, steps={self.steps}, site={self.site!r}"
+        )
+
+
+def _site(dim: int, radius: Radius, closed_form: bool) -> SiteLaw:
+    if dim == 1:
+        if radius not in (None, 1, 1.0):
+            raise ValueError(
+                f"radius={radius!r}: heads of dimension 1 are Ising spins, of length 1"
+            )
+        return Ising()
+    return LargeDSphere(dim, radius) if closed_form else Sphere(dim, radius)

@@ -1,0 +1,54 @@
+"""What an iteration returns: its value, and the evidence for it, one entry per system."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spinformer.errors import ConvergenceError, ConvergenceWarning, OnFailure, check_choice
+
+ON_FAILURE = ("raise", "warn", "ignore")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The value of a solve with the evidence for it.
+
+    Attributes:
+        value: the state that was found, ``(..., *state)``.
+        residual: ``(...)``, the undamped residual **of that value** (not of an earlier or a later
+            iterate), in the units that the solver documents.
+        iterations: ``(...)`` int64, the number of iterations that each system used by itself.
+        converged: ``(...)`` bool, residual at or below the tolerance.
+    """
+
+    value: Tensor
+    residual: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+    def check(self, on_failure: OnFailure, what: str, remedy: str) -> None:
+        """Raise, warn or stay silent if a system did not converge.
+
+        Args:
+            on_failure: ``"raise"`` (:class:`ConvergenceError`), ``"warn"``
+                (:class:`ConvergenceWarning`) or ``"ignore"``.
+            what: the name of the solve, for the message.
+            remedy: what a user can change.
+        """
+        check_choice("on_failure", on_failure, ON_FAILURE)
+        if on_failure == "ignore" or bool(self.converged.all()):
+            return
+        failed = int((~self.converged).sum())
+        worst = torch.where(self.converged, torch.zeros_like(self.residual), self.residual)
+        message = (
+            f"{what}: {failed} of {self.converged.numel()} systems did not converge "
+            f"(worst residual {float(worst.max()):.3g} after at most "
+            f"{int(self.iterations.max())} iterations). {remedy}"
+        )
+        if on_failure == "raise":
+            raise ConvergenceError(message)
+        warnings.warn(message, ConvergenceWarning, stacklevel=3)

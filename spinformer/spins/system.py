@@ -1,0 +1,224 @@
+r"""A spin system: who is coupled to whom, in which field, how warm, and what one spin is.
+
+.. math::
+    E(S) = -\tfrac12 \sum_{i \ne j} S_i \cdot J_{ij} S_j - \sum_i h_i \cdot S_i
+
+This is the only place where the energy and the force are written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spinformer.errors import strict_options
+from spinformer.spins.couplings import Couplings, Dense, MatrixValued
+from spinformer.spins.site import SiteLaw
+
+__all__ = ["SpinSystem"]
+
+
+@strict_options
+class SpinSystem:
+    r"""N coupled vector spins in external fields, or a batch of such systems.
+
+    Args:
+        couplings: ``J`` as a tensor ``(..., N, N)`` (scalar) or ``(..., N, N, D, D)``
+            (matrix-valued), or a :class:`~spinformer.spins.couplings.Couplings`. The diagonal is
+            ignored.
+            ``J_ij > 0`` is ferromagnetic.
+        field: external fields ``h`` (..., N, D). Every leading axis is an independent system.
+        beta: inverse temperature (k_B = 1), a number or a tensor ``(...)``, positive. It multiplies
+            the whole energy once.
+        site: the law of one spin: ``Ising()``, ``Sphere(dim)``, ``LargeDSphere(dim)`` or
+            ``Gaussian(dim)``.
+        mask: bool ``(..., N)``, True = this site is not there. It neither gives nor receives,
+            whatever its field and couplings hold (NaN included).
+        symmetrize: replace ``J`` by ``(J + J^T) / 2``, all of it that an energy sees. Without it
+            an asymmetric ``J`` is kept, and free energies refuse it.
+        check_finite: look for NaN and infinity in what is given. Turn off to let a batch carry
+            broken systems; they stay in their own rows.
+
+    Attributes:
+        couplings, field, beta, site, mask: as given, checked, with absent sites cleared.
+        batch_shape: the common leading axes; ``field`` and ``beta`` are expanded to them.
+        present: bool ``(..., N)``, or None without a mask.
+
+    Raises:
+        TypeError: something is not a floating-point tensor, or dtypes differ.
+        ValueError: shapes that do not fit, a value that is not finite, or ``beta <= 0``.
+    """
+
+    def __init__(
+        self,
+        couplings: Tensor | Couplings,
+        field: Tensor,
+        beta: float | Tensor = 1.0,
+        site: SiteLaw | None = None,
+        *,
+        mask: Tensor | None = None,
+        symmetrize: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        if not isinstance(site, SiteLaw):
+            raise TypeError(
+                f"site={site!r} is no site law: pass Ising(), Sphere(dim), LargeDSphere(dim) or "
+                "Gaussian(dim)"
+            )
+        _check_field(field)
+        site.check_components(field)
+        self.site = site
+        num_spins = field.shape[-2]
+
+        if mask is not None and (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.bool
+            or mask.ndim < 1
+            or mask.shape[-1] != num_spins
+        ):
+            described = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
+            raise ValueError(
+                f"mask is {described}: pass a bool tensor (..., {num_spins}), True = absent"
+            )
+
+        if isinstance(couplings, Tensor):
+            couplings = _wrap(couplings, field, mask, check_finite)
+        elif isinstance(couplings, Couplings):
+            couplings = couplings if mask is None else couplings.mask(mask)
+        else:
+            raise TypeError(
+                f"couplings must be a tensor or Couplings, not {type(couplings).__name__}"
+            )
+        if couplings.num_spins != num_spins:
+            raise ValueError(
+                f"couplings are between {couplings.num_spins} spins, field has shape "
+                f"{tuple(field.shape)}, which is {num_spins} spins: the two must agree"
+            )
+        if couplings.dtype != field.dtype:
+            raise TypeError(
+                f"couplings are {couplings.dtype} and field is {field.dtype}: convert one, for "
+                f"example field.to({couplings.dtype})"
+            )
+        if couplings.dim is not None and couplings.dim != site.dim:
+            raise ValueError(
+                f"couplings act on spins of dimension {couplings.dim}, site={site!r} has dim="
+                f"{site.dim}: the two must agree"
+            )
+        self.couplings: Couplings = couplings.symmetrize() if symmetrize else couplings
+
+        beta = torch.as_tensor(beta, dtype=field.dtype, device=field.device)
+        try:
+            shapes = [field.shape[:-2], self.couplings.batch_shape, beta.shape]
+            if mask is not None:
+                shapes.append(mask.shape[:-1])
+            self.batch_shape = torch.broadcast_shapes(*shapes)
+        except RuntimeError as error:
+            raise ValueError(
+                f"leading axes do not broadcast: field {tuple(field.shape[:-2])}, couplings "
+                f"{tuple(self.couplings.batch_shape)}, beta {tuple(beta.shape)}"
+                + ("" if mask is None else f", mask {tuple(mask.shape[:-1])}")
+            ) from error
+        self.mask = None if mask is None else mask.expand(*self.batch_shape, num_spins)
+        self.present = None if self.mask is None else ~self.mask
+        field = field.expand(*self.batch_shape, *field.shape[-2:])
+        if self.mask is not None:
+            field = torch.where(self.mask[..., None], torch.zeros_like(field), field)
+        if check_finite:
+            _check_values(field, beta)
+        self.field = field
+        self.beta = beta.expand(self.batch_shape)
+
+    @property
+    def num_spins(self) -> int:
+        """Number of sites N, absent ones included."""
+        return self.field.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        """Number of components D."""
+        return self.field.shape[-1]
+
+    @property
+    def num_present(self) -> Tensor:
+        """Number of sites that are there, ``(...)``, in the dtype of the field."""
+        if self.present is None:
+            return torch.full_like(self.beta, float(self.num_spins))
+        return self.present.sum(-1).to(self.field.dtype)
+
+    def force(self, spins: Tensor) -> Tensor:
+        r""":math:`H_i = h_i + \sum_{j\ne i} J_{ij} S_j`, the local field, shape (..., N, D).
+
+        It is :math:`-\partial E/\partial S_i` for symmetric ``J``.
+        """
+        return self.field + self.couplings.apply(spins)
+
+    def energy(self, spins: Tensor) -> Tensor:
+        """E(S), the total over the sites of each system, ``(...)``, for spins (..., N, D)."""
+        pairs = (spins * self.couplings.apply(spins)).sum((-2, -1))
+        return -pairs / 2 - (self.field * spins).sum((-2, -1))
+
+    def require_symmetric(self, what: str) -> None:
+        """Raise ``ValueError`` unless ``J`` is symmetric, naming what needed it."""
+        if not self.couplings.is_symmetric:
+            raise ValueError(
+                f"{what} needs symmetric couplings, J_ij = J_ji: an asymmetric J has no energy and "
+                "no free energy. Pass SpinSystem(..., symmetrize=True) to use (J + J^T) / 2, or "
+                "MeanField() for the magnetization of its nonequilibrium steady state"
+            )
+
+    def replace(self, **changes: Any) -> SpinSystem:
+        """The same system with some arguments of the constructor changed."""
+        options: dict[str, Any] = {
+            "couplings": self.couplings,
+            "field": self.field,
+            "beta": self.beta,
+            "site": self.site,
+            "mask": self.mask,
+            "check_finite": False,
+        }
+        return SpinSystem(**(options | changes))
+
+    def __repr__(self) -> str:
+        batch = f", batch_shape={tuple(self.batch_shape)}" if self.batch_shape else ""
+        return f"SpinSystem(N={self.num_spins}, site={self.site!r}, {self.couplings!r}{batch})"
+
+
+def _check_field(field: Tensor) -> None:
+    if not isinstance(field, Tensor) or not field.is_floating_point():
+        kind = field.dtype if isinstance(field, Tensor) else type(field).__name__
+        raise TypeError(f"field is {kind}: pass a real floating-point tensor (..., N, D)")
+    if field.ndim < 2:
+        raise ValueError(
+            f"field has shape {tuple(field.shape)}: it must be (..., N, D); Ising fields of shape "
+            "(..., N) need field.unsqueeze(-1)"
+        )
+
+
+def _wrap(matrix: Tensor, field: Tensor, mask: Tensor | None, check: bool) -> Couplings:
+    num_spins, dim = field.shape[-2:]
+    sites = (num_spins, num_spins)
+    blocks = matrix.ndim >= 4 and matrix.shape[-4:-2] == sites and matrix.shape[-2:] == (dim, dim)
+    if blocks and dim == num_spins:
+        raise ValueError(
+            f"couplings of shape {tuple(matrix.shape)} with N = D = {dim} can be read in two ways: "
+            "pass couplings.Dense(J) for scalar or couplings.MatrixValued(J) for matrix-valued ones"
+        )
+    if blocks:
+        return MatrixValued(matrix, check=check, mask=mask)
+    return Dense(matrix, check=check, mask=mask)
+
+
+def _check_values(field: Tensor, beta: Tensor) -> None:
+    if not bool(torch.isfinite(field).all()):
+        index = tuple((~torch.isfinite(field)).nonzero()[0].tolist())
+        raise ValueError(
+            f"field{list(index)} = {float(field[index])}: fields must be finite; replace the "
+            "value, mark its site as absent with mask, or pass check_finite=False"
+        )
+    if not bool(torch.isfinite(beta).all()) or bool((beta <= 0).any()):
+        raise ValueError(
+            f"beta={beta.detach().flatten().tolist()[:4]}: inverse temperatures must be positive "
+            "and finite"
+        )

@@ -1,0 +1,266 @@
+r"""The answer of an approximation: magnetizations, thermodynamics, and the evidence for them.
+
+Every approximation returns an :class:`Equilibrium`. All quantities follow from one function,
+:math:`\log Z(\beta J, \beta h)`:
+
+.. math::
+    F = -\log Z / \beta,\quad U = -\partial_\beta \log Z,\quad S = \beta (U - F),\quad
+    C = \beta^2 \partial_\beta^2 \log Z,\quad
+    m_i = \frac{\partial \log Z}{\partial (\beta h_i)},\quad
+    \chi_{ia,jb} = \frac{\partial m_{ia}}{\partial h_{jb}},\quad
+    \langle S_i \cdot S_j \rangle = \frac1\beta \frac{\partial \log Z}{\partial J_{ij}}.
+
+The measure is normalized, so entropies are relative to free spins: S <= 0, and zero without
+couplings and fields.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spinformer.errors import check_choice
+from spinformer.solve.solution import Solution
+from spinformer.spins.couplings import Dense
+from spinformer.spins.system import SpinSystem
+
+__all__ = ["CorrelationMethod", "DerivedEquilibrium", "Equilibrium"]
+
+CorrelationMethod = Literal["linear_response", "product"]
+LogPartition = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Equilibrium(abc.ABC):
+    """Magnetizations and thermodynamics of a :class:`~spinformer.SpinSystem`.
+
+    Totals are over the present sites of one system; ``..._per_spin`` are densities. Everything is
+    computed when first asked for, once, and is differentiable with respect to the couplings,
+    fields and ``beta`` of the system.
+
+    Attributes:
+        system: the system that was solved.
+        solution: the evidence: residual, iterations and converged, one entry per system.
+    """
+
+    def __init__(self, system: SpinSystem, solution: Solution) -> None:
+        self.system = system
+        self.solution = solution
+
+    # -- what an approximation gives ------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def magnetization(self) -> Tensor:
+        """m_i = <S_i> = -dF/dh_i, (..., N, D); zero at absent sites."""
+
+    @property
+    @abc.abstractmethod
+    def log_partition(self) -> Tensor:
+        """log Z relative to free spins, (...)."""
+
+    @property
+    @abc.abstractmethod
+    def internal_energy(self) -> Tensor:
+        """U = <E>, (...)."""
+
+    @abc.abstractmethod
+    def specific_heat(self) -> Tensor:
+        """C = dU/dT = beta^2 Var(E), the heat capacity of each whole system, (...)."""
+
+    @abc.abstractmethod
+    def susceptibility(self) -> Tensor:
+        """chi = dm_i/dh_j, (..., N, D, N, D). Dense: N^2 D^2 numbers a system."""
+
+    @abc.abstractmethod
+    def _linear_response_correlations(self) -> Tensor:
+        """<S_i . S_j> off the diagonal from a derivative of log Z, (..., N, N)."""
+
+    # -- what follows ---------------------------------------------------------------------------
+
+    @property
+    def free_energy(self) -> Tensor:
+        """F = -log Z / beta, (...)."""
+        return -self.log_partition / self.system.beta
+
+    @property
+    def entropy(self) -> Tensor:
+        """S = beta (U - F), (...), relative to free spins."""
+        return self.system.beta * self.internal_energy + self.log_partition
+
+    @property
+    def free_energy_per_spin(self) -> Tensor:
+        """F / (number of present sites), (...)."""
+        return self.free_energy / self.system.num_present
+
+    @property
+    def internal_energy_per_spin(self) -> Tensor:
+        """U / (number of present sites), (...)."""
+        return self.internal_energy / self.system.num_present
+
+    @property
+    def entropy_per_spin(self) -> Tensor:
+        """S / (number of present sites), (...)."""
+        return self.entropy / self.system.num_present
+
+    def specific_heat_per_spin(self) -> Tensor:
+        """C / (number of present sites), (...)."""
+        return self.specific_heat() / self.system.num_present
+
+    @property
+    def converged(self) -> Tensor:
+        """Which systems converged, (...) bool."""
+        return self.solution.converged
+
+    def correlations(self, method: CorrelationMethod = "linear_response") -> Tensor:
+        r""":math:`\langle S_i \cdot S_j\rangle`, shape (..., N, N).
+
+        Args:
+            method: ``"linear_response"``, the derivative of the free energy in the couplings (or,
+                where that sees no correlation, in the fields); ``"product"``, the factorized
+                :math:`m_i\cdot m_j`. On spheres the diagonal is R^2 in both.
+        """
+        check_choice("method", method, ("linear_response", "product"))
+        if method == "product":
+            off_diagonal = self.magnetization @ self.magnetization.mT
+        else:
+            off_diagonal = self._linear_response_correlations()
+        return self._with_diagonal(off_diagonal)
+
+    def _with_diagonal(self, correlations: Tensor) -> Tensor:
+        radius = self.system.site.radius
+        if radius is None:
+            return correlations
+        square = torch.full_like(correlations[..., 0], radius**2)
+        if self.system.present is not None:
+            square = square * self.system.present
+        identity = torch.eye(
+            self.system.num_spins, dtype=torch.bool, device=correlations.device
+        )
+        return torch.where(identity, torch.diag_embed(square), correlations)
+
+    def __repr__(self) -> str:
+        solution = self.solution
+        worst = float(solution.residual.max()) if solution.residual.numel() else 0.0
+        most = int(solution.iterations.max()) if solution.iterations.numel() else 0
+        return (
+            f"{type(self).__name__}({self.system!r}, converged {int(solution.converged.sum())} of "
+            f"{solution.converged.numel()}, worst residual {worst:.2g}, at most {most} iterations)"
+        )
+
+
+class DerivedEquilibrium(Equilibrium):
+    """An equilibrium whose every quantity is a derivative of a given log-partition function.
+
+    Args:
+        system: the system.
+        log_partition_function: differentiable ``(J (..., N, N), h (..., N, D), beta (...)) ->
+            (...)``, of dense scalar couplings. Each system's value depends on its own arguments
+            only.
+        solution: the evidence of whatever the function stands on.
+
+    Cost: one gradient each for magnetization, energy and correlations, two for the specific heat,
+    and N D gradients for the susceptibility.
+    """
+
+    def __init__(
+        self, system: SpinSystem, log_partition_function: LogPartition, solution: Solution
+    ) -> None:
+        super().__init__(system, solution)
+        self._function = log_partition_function
+
+    @cached_property
+    def _graph(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(J, h, beta) under new names, and log Z of them: derivatives in these are partial."""
+        system = self.system
+        batch = system.batch_shape
+        couplings = system.couplings.to_dense()
+        couplings = couplings.expand(*batch, *couplings.shape[-2:])
+        with torch.enable_grad():
+            arguments = tuple(
+                tensor.view_as(tensor) if self._differentiable else tensor.detach().clone()
+                for tensor in (couplings, system.field, system.beta)
+            )
+            j, h, beta = (
+                tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in arguments
+            )
+            # Built as couplings, so that the diagonal and absent sites never get a derivative.
+            dense = Dense(j, check=False, mask=system.mask).to_dense()
+            return j, h, beta, self._function(dense, h, beta)
+
+    @cached_property
+    def _differentiable(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _finish(self, tensor: Tensor) -> Tensor:
+        return tensor if self._differentiable else tensor.detach()
+
+    @cached_property
+    def _first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Derivatives of log Z in J, h and beta, with a graph for the second ones."""
+        j, h, beta, log_z = self._graph
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                log_z.sum(), (j, h, beta), create_graph=True, allow_unused=True
+            )
+        return tuple(  # type: ignore[return-value]
+            torch.zeros_like(tensor) if grad is None else grad
+            for grad, tensor in zip(found, (j, h, beta), strict=True)
+        )
+
+    @property
+    def log_partition(self) -> Tensor:
+        return self._finish(self._graph[3])
+
+    @property
+    def magnetization(self) -> Tensor:
+        return self._finish(self._first[1] / self.system.beta[..., None, None])
+
+    @property
+    def internal_energy(self) -> Tensor:
+        return self._finish(-self._first[2])
+
+    def specific_heat(self) -> Tensor:
+        beta = self._graph[2]
+        first = self._first[2]
+        if not first.requires_grad:
+            return torch.zeros_like(self.system.beta)
+        (second,) = torch.autograd.grad(
+            first.sum(),
+            beta,
+            create_graph=self._differentiable,
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        return self._finish(self.system.beta**2 * second)
+
+    def susceptibility(self) -> Tensor:
+        h = self._graph[1]
+        with torch.enable_grad():
+            m = self._first[1] / self.system.beta[..., None, None]
+            rows = [
+                torch.autograd.grad(
+                    m[..., i, a].sum(),
+                    h,
+                    create_graph=self._differentiable,
+                    retain_graph=True,
+                    materialize_grads=True,
+                )[0]
+                for i in range(m.shape[-2])
+                for a in range(m.shape[-1])
+            ]
+        shape = (*m.shape[-2:], *m.shape[-2:])
+        chi = torch.stack(rows, -3).reshape(*self.system.batch_shape, *shape)
+        if self.system.present is not None:
+            present = self.system.present[..., None].to(chi.dtype)
+            chi = chi * present[..., :, :, None, None] * present[..., None, None, :, :]
+        return self._finish(chi)
+
+    def _linear_response_correlations(self) -> Tensor:
+        gradient = self._first[0]
+        symmetric = (gradient + gradient.mT) / self.system.beta[..., None, None]
+        return self._finish(symmetric)

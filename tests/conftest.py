@@ -1,0 +1,25 @@
+"""What every test shares: draws that do not depend on the order of tests, figures off screen."""
+
+import hypothesis
+import matplotlib
+import pytest
+import torch
+
+matplotlib.use("Agg")
+
+# Derandomized: a failure is the doing of a change, not of the day. No deadline: the first call of
+# an operator pays for its set-up, which says nothing about the property under test.
+hypothesis.settings.register_profile("spinformer", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("spinformer")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Modules draw their parameters from torch's global generator: each test finds it the same."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A generator of its own for tests that pass one on."""
+    return torch.Generator().manual_seed(1)
