@@ -54,22 +54,22 @@ class Plan:
 
 PLANS: dict[str, Plan] = {
     "sentiment": Plan(
-        Shape(d_model=64, nhead=4, reference=Size(width=128, layers=2), dropout=0.3),
-        Budget(steps=900, batch_size=64, learning_rate=1e-3, label_smoothing=0.05),
+        Shape(d_model=64, nhead=4, reference=Size(width=128, layers=2), dropout=0.2),
+        Budget(steps=700, batch_size=64, learning_rate=1e-3, weight_decay=0.2, label_smoothing=0.1),
     ),
     "digits": Plan(
         Shape(d_model=64, nhead=4, reference=Size(width=128, layers=2)),
-        Budget(steps=2000, batch_size=64, learning_rate=2e-3, shift=2),
+        Budget(steps=1200, batch_size=64, learning_rate=3e-3, shift=2),
     ),
 }
+# Smaller models and few steps: shows that everything works, and nothing else.
+_QUICK_SHAPE = Shape(d_model=32, nhead=4, reference=Size(width=64, layers=2))
 QUICK_PLANS: dict[str, Plan] = {
     "sentiment": Plan(
-        PLANS["sentiment"].shape,
-        Budget(steps=60, batch_size=32, learning_rate=2e-3, evaluations=4),
+        _QUICK_SHAPE, Budget(steps=30, batch_size=32, learning_rate=5e-3, evaluations=4)
     ),
     "digits": Plan(
-        PLANS["digits"].shape,
-        Budget(steps=100, batch_size=32, learning_rate=3e-3, evaluations=4, shift=1),
+        _QUICK_SHAPE, Budget(steps=40, batch_size=32, learning_rate=5e-3, evaluations=4, shift=1)
     ),
 }
 

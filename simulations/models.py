@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _steepest_descent(d_model: int, nhead: int, width: int, num_spins: int) -> n
 
 
 def _energy_descent(d_model: int, nhead: int, width: int, num_spins: int) -> nn.Module:
-    return EnergyDescentBlock(d_model, nhead)
+    return EnergyDescentBlock(d_model, nhead, feedforward="memory", dim_feedforward=width)
 
 
 BLOCKS: dict[str, BlockFactory] = {
@@ -74,9 +75,6 @@ BLOCKS: dict[str, BlockFactory] = {
     "steepest_descent": _steepest_descent,
     "energy_descent": _energy_descent,
 }
-
-# A descent step has no hidden layer whose width could be chosen: its model takes more steps.
-MATCHED_BY_DEPTH = frozenset({"energy_descent"})
 
 
 def block_factory(name: str) -> BlockFactory:
@@ -91,7 +89,7 @@ def recipe(name: str) -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """What may differ between the blocks of one comparison: hidden units of a block, and blocks."""
+    """Hidden units of a block (what may differ between blocks), and number of blocks."""
 
     width: int
     layers: int
@@ -180,7 +178,9 @@ class Classifier(nn.Module):
         self.dropout = shape.dropout
         self.embed = nn.Linear(inputs, shape.d_model)
         self.positions = nn.Parameter(torch.empty(positions, shape.d_model))
-        nn.init.normal_(self.positions, std=0.02)
+        # Patches look alike wherever they lie: with the small positions that suffice for words, a
+        # model spends its first hundreds of steps on telling them apart.
+        nn.init.normal_(self.positions, std=0.5 if vectors is None else 0.02)
         self.norm_in = nn.LayerNorm(shape.d_model)
         self.encoder = Encoder(
             block_factory(block)(shape.d_model, shape.nhead, size.width, positions), size.layers
@@ -223,15 +223,22 @@ class Classifier(nn.Module):
         return self.classify(x, batch.absent)
 
     def trace(self, batch: Batch) -> Trace:
-        """The same forward pass, block by block, with what each block reports."""
+        """The same forward pass with what each block reports, and the tokens after each block."""
         x = self.tokens(batch)
-        reports: list[BlockReport] = []
-        rank = [rank_residual(x, batch.absent)]
-        for layer in self.encoder.layers:
-            x, report = layer(x, src_key_padding_mask=batch.absent, return_report=True)
-            reports.append(report)
-            rank.append(rank_residual(x, batch.absent))
-        return Trace(self.classify(x, batch.absent), reports, torch.stack(rank), x.shape[1])
+        states = [x]
+
+        def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, BlockReport]) -> None:
+            states.append(output[0])
+
+        # Tied layers are one module many times: it takes one hook.
+        hooks = [layer.register_forward_hook(keep) for layer in set(self.encoder.layers)]
+        try:
+            x, reports = self.encoder(x, src_key_padding_mask=batch.absent, return_report=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        rank = torch.stack([rank_residual(state, batch.absent) for state in states])
+        return Trace(self.classify(x, batch.absent), reports, rank, x.shape[1])
 
 
 def patches(images: Tensor) -> Tensor:
@@ -259,49 +266,45 @@ def match_size(
 ) -> Size:
     """The size at which a block's model has as many parameters as the plain one.
 
-    The width of the block's hidden layer is solved for; blocks in :data:`MATCHED_BY_DEPTH` take as
-    many layers as it needs instead.
+    The number of layers is that of the plain model; the width of the block's hidden layer is solved
+    for.
 
     Args:
         block: name in :data:`BLOCKS`.
         shape: its ``reference`` is the size of the plain model.
-        count: ``count(block, size)``, the parameters of a model, not falling with the size.
+        count: ``count(block, size)``, the parameters of a model, not falling with the width.
         tolerance: largest relative difference.
 
     Raises:
-        ParameterMatchError: if no size comes that close.
+        ParameterMatchError: if no width comes that close.
     """
     target = count("plain", shape.reference)
     if block == "plain":
         return shape.reference
 
-    def size(knob: int) -> Size:
-        if block in MATCHED_BY_DEPTH:
-            return Size(shape.reference.width, knob)
-        return Size(knob, shape.reference.layers)
+    def at(width: int) -> int:
+        return count(block, Size(width, shape.reference.layers))
 
-    # Bracket the target by doubling, then halve: the count does not fall as the knob grows.
+    # Bracket the target by doubling, then halve: the count does not fall as the width grows.
     low, high = 1, 2
-    while count(block, size(high)) < target:
+    while at(high) < target:
         low, high = high, 2 * high
-        if count(block, size(high)) == count(block, size(low)):
-            break  # the block takes no notice of the knob
+        if at(high) == at(low):
+            break  # the block takes no notice of the width
     while high - low > 1:
         middle = (low + high) // 2
-        if count(block, size(middle)) < target:
+        if at(middle) < target:
             low = middle
         else:
             high = middle
-    best = min(size(low), size(high), key=lambda s: abs(count(block, s) - target))
-    reached = count(block, best)
+    best = min(low, high, key=lambda width: abs(at(width) - target))
+    reached = at(best)
     if abs(reached - target) > tolerance * target:
-        knob = "layers" if block in MATCHED_BY_DEPTH else "hidden units"
-        value = best.layers if block in MATCHED_BY_DEPTH else best.width
         raise ParameterMatchError(
-            f"the model with block {block!r} has {reached} parameters at best (with {value} "
-            f"{knob}), and the plain model has {target}: they differ by "
-            f"{abs(reached - target) / target:.1%}, more than {tolerance:.0%}. Change d_model or "
-            f"the reference size ({shape.reference.layers} layers of width "
-            f"{shape.reference.width}), or the block's factory in simulations/models.py."
+            f"the model with block {block!r} has {reached} parameters at best (width {best}), and "
+            f"the plain model has {target}: they differ by {abs(reached - target) / target:.1%}, "
+            f"more than {tolerance:.0%}. Change d_model or the reference size "
+            f"({shape.reference.layers} layers of width {shape.reference.width}), or the block's "
+            "factory in simulations/models.py."
         )
-    return best
+    return Size(best, shape.reference.layers)

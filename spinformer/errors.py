@@ -32,13 +32,15 @@ class ConvergenceWarning(UserWarning):
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """Sentence that suggests the choice closest to ``word`` and lists them all."""
+    if not choices:
+        return " (there are none)"
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
-    suggestion = f"; the nearest is {close[0]!r}" if close else ""
-    return f"{suggestion} (choose from {', '.join(repr(choice) for choice in choices)})"
+    known = ", ".join(repr(choice) for choice in choices)
+    return f"; the nearest is {close[0]!r} (choose from {known})"
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    """Return ``value`` if it is one of ``choices``, else raise ``ValueError`` naming the nearest."""
+    """Return ``value`` if it is one of ``choices``; else ``ValueError`` names the nearest."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not an option{nearest(str(value), choices)}")
     return value

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import spinformer
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -149,6 +151,7 @@ def test_version_is_the_same_everywhere(metadata: configparser.SectionProxy) -> 
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^version: {re.escape(version)}$", citation, re.MULTILINE)
     assert f"## [{version}]" in changelog
+    assert spinformer.__version__ == version
 
 
 def test_every_dependency_is_pinned() -> None:

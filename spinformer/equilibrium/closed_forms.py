@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from spinformer.errors import ConvergenceError
 from spinformer.spins.special import log_normalizer_squared, reduced_ratio
 
-__all__ = ["Enumeration", "Forest", "Pair", "Ring", "check_stable", "gaussian"]
+__all__ = ["Enumeration", "Forest", "Pair", "Ring", "gaussian"]
 
 # Numbers held at once by an enumeration or a quadrature (32 MiB in float64); what needs more is
 # computed in chunks of systems, and its backward pass computes each chunk again.
@@ -82,19 +82,8 @@ class Enumeration:
         return exponent.flatten(1).logsumexp(-1) - num_spins * math.log(2.0)
 
 
-def check_stable(scaled: Tensor) -> None:
-    """Raise ``ValueError`` unless 1 - ``scaled`` is positive definite, systems (n, N, N)."""
-    largest = float(torch.linalg.eigvalsh(scaled)[..., -1].max())
-    if largest >= 1.0:
-        raise ValueError(
-            f"Gaussian spins: the largest eigenvalue of variance * beta * J is {largest:.6g}, and "
-            "log Z exists only below 1. Lower beta, the couplings or the variance, or use Sphere, "
-            "whose spins cannot grow."
-        )
-
-
 def gaussian(couplings: Tensor, b: Tensor, *, variance: float) -> Tensor:
-    """Gaussian spins; ``check_stable`` comes first."""
+    """Gaussian spins; :meth:`~spinformer.Gaussian.check_stable` comes first."""
     num_spins, dim = b.shape[-2:]
     eye = torch.eye(num_spins, dtype=b.dtype, device=b.device)
     factor = torch.linalg.cholesky(eye - variance * couplings)

@@ -37,7 +37,6 @@ from spinformer.equilibrium.closed_forms import (
     Forest,
     Pair,
     Ring,
-    check_stable,
     gaussian,
 )
 from spinformer.errors import strict_options
@@ -161,11 +160,11 @@ class Exact:
         if count == 0 or num_spins == 0:
             return []
         if isinstance(site, Gaussian):
-            check_stable(couplings * site.variance)
+            site.check_stable(torch.linalg.eigvalsh(couplings)[..., -1])
             return [_Group(everything, [functools.partial(gaussian, variance=site.variance)])]
-        if isinstance(site, Ising) and num_spins <= self.max_enumerated:
-            return [_Group(everything, [Enumeration(range(num_spins))])]
         if system.present is None:
+            if isinstance(site, Ising) and num_spins <= self.max_enumerated:
+                return [_Group(everything, [Enumeration(range(num_spins))])]
             present = torch.ones(count, num_spins, dtype=torch.bool, device=b.device)
         else:
             present = system.present.reshape(count, num_spins)

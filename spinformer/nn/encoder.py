@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,7 +54,8 @@ class Encoder(nn.Module):
     @property
     def batch_first(self) -> bool:
         """Whether three-axes inputs are ``(B, N, d_model)``; that of the blocks."""
-        return bool(self.layers[0].self_attn.batch_first)
+        first: Any = self.layers[0]
+        return bool(first.self_attn.batch_first)
 
     def forward(
         self,
@@ -71,14 +73,17 @@ class Encoder(nn.Module):
             layer, in order.
         """
         absent = absent_tokens(x, src_key_padding_mask, self.batch_first)
-        first, last = self.layers[0], self.layers[-1]
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
         if hasattr(first, "embed"):
             # Cleared first: a NaN that is absent must not reach the gradient of the embedding.
             x = first.embed(_clear(x, absent))
-        options = {"source": x} if getattr(first, "needs_source", False) else {}
+        options: dict[str, Any] = {}
+        if getattr(first, "needs_source", False):
+            options["source"] = x
         if return_report:
             options["return_report"] = True
-        reports = []
+        reports: list[BlockReport] = []
         for layer in self.layers:
             x = layer(
                 x,
@@ -103,7 +108,7 @@ def _clear(x: Tensor, absent: Tensor | None) -> Tensor:
 
 def _redrawn(block: nn.Module) -> nn.Module:
     """A copy of ``block`` with parameters of its own."""
-    layer = copy.deepcopy(block)
+    layer: Any = copy.deepcopy(block)
     if hasattr(layer, "reset_parameters"):
         layer.reset_parameters()
         return layer

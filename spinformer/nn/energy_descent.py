@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spinformer.descent.feed_forward import FeedForwardEnergy, MemoryEnergy
@@ -24,9 +23,9 @@ __all__ = ["EnergyDescentBlock"]
 class DescentStep(nn.Module):
     """The parameters of one step: the heads, the data weight, the position-wise energy.
 
-    The heads are ``W_h = s_h Q_h`` with ``[Q_1 ... Q_H]`` orthogonal, so that they decouple and each
-    is a full attention step (:class:`PairwiseEnergy`). Q is the Cayley transform of a free matrix,
-    ``(1 - S)^-1 (1 + S)`` with ``S = A - A^T``: O(d_model^3) a forward pass, once for the batch.
+    The heads are ``W_h = s_h Q_h`` with ``[Q_1 ... Q_H]`` orthogonal, so that they decouple and
+    each is a full attention step (:class:`PairwiseEnergy`). Q is the Cayley transform of a free
+    matrix, ``(1 - S)^-1 (1 + S)`` with ``S = A - A^T``: O(d_model^3), once for a whole batch.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class DescentStep(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.nhead, self.rho, self.feedforward = nhead, rho, feedforward
         self.head_dim = d_model // nhead
         self._initial_data_weight = data_weight
@@ -226,9 +225,11 @@ class EnergyDescentBlock(nn.Module):
             raise ValueError(
                 f"data_weight={data_weight!r} must be positive; data_term=None has none"
             )
-        kind = {True: "linear", False: None}.get(feedforward, feedforward)
-        if kind is not None:
-            check_choice("feedforward", kind, ("linear", "memory"))
+        kind: str | None = None
+        if feedforward is True:
+            kind = "linear"
+        elif feedforward is not False:
+            kind = check_choice("feedforward", feedforward, ("linear", "memory"))
         if dim_feedforward is not None and (kind != "memory" or dim_feedforward < 1):
             raise ValueError(
                 f"dim_feedforward={dim_feedforward!r} with feedforward={feedforward!r}: it is the "
@@ -269,8 +270,8 @@ class EnergyDescentBlock(nn.Module):
         """Draw all parameters anew."""
         if self.norm is not None:
             self.norm.reset_parameters()
-        for step in self.steps:
-            step.reset_parameters()
+        for index in range(len(self.steps)):
+            self._step(index).reset_parameters()
 
     def energy(
         self,
@@ -290,7 +291,7 @@ class EnergyDescentBlock(nn.Module):
         Raises:
             ValueError: a mask over pairs that is not symmetric: there is no energy.
         """
-        tokens, layout = to_batch(x, self.d_model, self.batch_first, self.steps[0].generator)
+        tokens, layout = to_batch(x, self.d_model, self.batch_first, self._step(0).generator)
         masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
         if not masks.symmetric:
             raise ValueError(
@@ -300,7 +301,7 @@ class EnergyDescentBlock(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             state = self._start(tokens, masks)
             data = self._data(state, source, masks)
-            energy = self.steps[0].energy(state, data, masks)
+            energy = self._step(0).energy(state, data, masks)
         return energy if layout.batched else energy.squeeze(0)
 
     def forward(
@@ -326,16 +327,18 @@ class EnergyDescentBlock(nn.Module):
                 step (None where the mask over pairs is not symmetric), and the attention of the
                 last step.
         """
-        tokens, layout = to_batch(x, self.d_model, self.batch_first, self.steps[0].generator)
+        tokens, layout = to_batch(x, self.d_model, self.batch_first, self._step(0).generator)
         masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
         with_energy = return_report and masks.symmetric
-        before, after, attention = [], [], None
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        attention: Tensor | None = None
         with torch.autocast(x.device.type, enabled=False):
             state = self._start(tokens, masks)
             data = self._data(state, source, masks)
             state = self.dropout(state)
             for index in range(self.num_steps):
-                step = self.steps[0 if self.tied else index]
+                step = self._step(index)
                 if with_energy:
                     before.append(step.energy(state, data, masks))
                 state, attention = step(
@@ -353,9 +356,14 @@ class EnergyDescentBlock(nn.Module):
         )
         return out, report
 
+    def _step(self, index: int) -> DescentStep:
+        step = self.steps[0 if self.tied else index]
+        assert isinstance(step, DescentStep)
+        return step
+
     def _start(self, tokens: Tensor, masks: Masks) -> Tensor:
         """The state the descent starts from, in at least float32."""
-        parameter = self.steps[0].generator
+        parameter = self._step(0).generator
         tokens = masks.clear(tokens).to(parameter.dtype)
         if self.norm is not None:
             tokens = masks.clear(self.norm(tokens))
@@ -367,7 +375,7 @@ class EnergyDescentBlock(nn.Module):
             return None
         if self.data_term == "input" or source is None:
             return state
-        tokens, _ = to_batch(source, self.d_model, self.batch_first, self.steps[0].generator)
+        tokens, _ = to_batch(source, self.d_model, self.batch_first, self._step(0).generator)
         return self._start(tokens, masks)
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@ r"""A Transformer block that is a spin system: tokens are fields, magnetizations
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,6 @@ from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import Equilibrium
 
 __all__ = ["FreeEnergyBlock"]
-
-_REMEDY = (
-    "Raise max_iterations, lower damping, or start training with a smaller beta; the block goes on "
-    "with the last iterate and warns once (see return_report=True for every pass)."
-)
 
 
 @strict_options
@@ -57,8 +52,8 @@ class FreeEnergyBlock(nn.Module):
             transpose; masks must be symmetric, a causal one is not) or ``"fixed"`` (a symmetric
             parameter for ``num_spins`` tokens).
         heads: ``"split"``: each head is a spin system of dimension d_model / nhead with scalar
-            couplings, acting on its channels. ``"mixed"`` (mean field only): one system of dimension
-            d_model with :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`, multi-head attention with its
+            couplings, acting on its channels. ``"mixed"`` (mean field only): one system of
+            dimension d_model with :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`, multi-head attention with its
             projections inside the field; with ``"symmetric"`` or ``"fixed"`` couplings
             :math:`O_h = V_h^{\mathsf T}`, so that a free energy exists.
         stream: what flows between blocks. ``"plain"``: field in, magnetization out.
@@ -86,8 +81,7 @@ class FreeEnergyBlock(nn.Module):
             broadcasts to (B, N, d_model): kept as a buffer.
         num_spins: number of tokens, for ``couplings="fixed"`` only.
         solver, damping, tolerance, max_iterations: of the mean-field solve
-            (:class:`~spinformer.MeanField`); tolerance and max_iterations also of steepest descent,
-            where None are its defaults.
+            (:class:`~spinformer.MeanField`); tolerance and max_iterations also of steepest descent.
         auxiliary: ``"site"`` or ``"shared"``, of :class:`~spinformer.SteepestDescent`.
         on_failure: ``"warn"`` (once a block), ``"raise"`` or ``"ignore"``.
         batch_first: whether three-axes inputs are (B, N, d_model) or (N, B, d_model).
@@ -122,7 +116,7 @@ class FreeEnergyBlock(nn.Module):
         bias: bool = True,
         initial: Literal["learned"] | Tensor | None = None,
         num_spins: int | None = None,
-        solver: FixedPointSolver = "plain",
+        solver: FixedPointSolver = "anderson",
         damping: float = 1.0,
         tolerance: float | None = 1e-4,
         max_iterations: int = 100,
@@ -180,7 +174,7 @@ class FreeEnergyBlock(nn.Module):
         closed_form = response == "large_d" or approximation == "steepest_descent"
         self.site = _site(dim, radius, closed_form)
 
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.self_attn: AttentionCouplings | FixedCouplings
         if num_spins is not None:
             self.self_attn = FixedCouplings(num_spins, nhead, batch_first, **options)
@@ -189,9 +183,7 @@ class FreeEnergyBlock(nn.Module):
                 d_model, nhead, couplings == "symmetric", dropout, bias, batch_first, **options
             )
         self.norm1 = make_norm(norm, d_model, device, dtype)
-        self.log_beta = nn.Parameter(
-            torch.empty(systems, **options), requires_grad=learnable_beta
-        )
+        self.log_beta = nn.Parameter(torch.empty(systems, **options), requires_grad=learnable_beta)
         self._initial_beta = float(beta)
         self.value: nn.Parameter | None = None
         self.out: nn.Parameter | None = None
@@ -200,7 +192,7 @@ class FreeEnergyBlock(nn.Module):
             if couplings == "softmax":
                 self.out = nn.Parameter(torch.empty(d_model, d_model, **options))
         self.mlp: MLP | None = None
-        self.norm2: nn.Module | None = None
+        self.norm2: nn.LayerNorm | nn.RMSNorm | None = None
         if dim_feedforward is not None:
             self.mlp = MLP(d_model, dim_feedforward, activation, dropout, bias, **options)
             self.norm2 = make_norm(norm, d_model, device, dtype)
@@ -299,10 +291,11 @@ class FreeEnergyBlock(nn.Module):
             field = self._lift(field)
         if self.stream != "field":
             field = field + self._mixing(tokens, working)
-        couplings: Couplings = heads.to(dtype=working)
+        heads = heads.with_tensors(*(tensor.to(working) for tensor in heads.tensors()))
+        couplings: Couplings = heads
         if self.value is not None:
             out_map = None if self.out is None else self.out.to(working)
-            couplings = HeadMixture(heads.to(dtype=working), self.value.to(working), out_map)
+            couplings = HeadMixture(heads, self.value.to(working), out_map)
         absent = masks.absent
         if absent is not None and self.heads == "split":
             absent = absent[:, None]
@@ -389,7 +382,7 @@ class FreeEnergyBlock(nn.Module):
     def _systems(self, x: Tensor) -> Tensor:
         if self.heads == "mixed":
             return x
-        return x.unflatten(-1, (self.nhead, -1)).transpose(1, 2)
+        return x.unflatten(-1, (self.nhead, -1)).transpose(1, 2).contiguous()
 
     def _tokens(self, x: Tensor) -> Tensor:
         return x if self.heads == "mixed" else x.transpose(1, 2).flatten(-2)

@@ -16,14 +16,14 @@ __all__ = ["ACTIVATIONS", "MLP", "make_norm"]
 ACTIVATIONS: MappingProxyType[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 )
-NORMS: MappingProxyType[str, type[nn.Module]] = MappingProxyType(
+NORMS: MappingProxyType[str, type[nn.LayerNorm] | type[nn.RMSNorm]] = MappingProxyType(
     {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 )
 
 
 def make_norm(
     name: str, dim: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Module:
+) -> nn.LayerNorm | nn.RMSNorm:
     """A layer norm (``"layer"``) or a root-mean-square norm (``"rms"``) over ``dim`` channels.
 
     The root-mean-square norm adds the same 1e-5 as the layer norm, not the machine epsilon that is

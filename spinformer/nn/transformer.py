@@ -58,9 +58,8 @@ class SelfAttention(nn.Module):
         self.query_norm: nn.RMSNorm | None = None
         self.key_norm: nn.RMSNorm | None = None
         if qk_norm:
-            options = {"eps": 1e-5, "device": device, "dtype": dtype}
-            self.query_norm = nn.RMSNorm(self.head_dim, **options)
-            self.key_norm = nn.RMSNorm(self.head_dim, **options)
+            self.query_norm = nn.RMSNorm(self.head_dim, 1e-5, device=device, dtype=dtype)
+            self.key_norm = nn.RMSNorm(self.head_dim, 1e-5, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,7 +82,10 @@ class SelfAttention(nn.Module):
         heads = self.in_proj(x).view(batch, length, 3, self.nhead, self.head_dim)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
+            # Under autocast the projections are of lower precision than the gains.
+            precise = self.query_norm.weight.dtype
+            query = self.query_norm(query.to(precise)).to(value.dtype)
+            key = self.key_norm(key.to(precise)).to(value.dtype)
         mask, silent = _open_empty_rows(masks, value.dtype)
         dropout = self.dropout if self.training else 0.0
         weights = None
@@ -97,7 +99,7 @@ class SelfAttention(nn.Module):
                 weights = weights.masked_fill(silent, 0.0)
         if silent is not None:
             out = out.masked_fill(silent, 0.0)
-        return self.out_proj(out.transpose(1, 2).reshape(batch, length, -1)), weights
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
 
 def _open_empty_rows(masks: Masks, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -201,7 +203,8 @@ class TransformerBlock(nn.Module):
         """
         tokens, layout = to_batch(x, self.d_model, self.batch_first, self.self_attn.in_proj.weight)
         masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
-        tokens = masks.clear(tokens)
+        # Under autocast the stream keeps the precision of the parameters.
+        tokens = masks.clear(tokens).to(self.self_attn.in_proj.weight.dtype)
         attended, weights = self.self_attn(self.norm1(tokens), masks, return_report)
         tokens = tokens + self.dropout(attended)
         tokens = tokens + self.mlp(self.norm2(tokens))

@@ -15,6 +15,7 @@ undamped one of the returned value, and no failure is silent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -73,7 +74,7 @@ class FixedPoint:
     def solve(
         self, function: Map, initial: Tensor, inputs: Sequence[Tensor] = (), *, scale: float = 1.0
     ) -> Solution:
-        """Solve z = function(z, *inputs) from ``initial``, with the implicit derivative attached.
+        r"""Solve z = function(z, \*inputs) from ``initial``, with the implicit derivative attached.
 
         Args:
             function: maps (..., N, D) to itself, system by system, without side effects.
@@ -113,9 +114,7 @@ class FixedPoint:
             )
             return torch.where(usable[..., None, None], linear.value * factor, 0.0)
 
-        value = implicit(
-            solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint
-        )
+        value = implicit(solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint)
         return Solution(value, solution.residual, solution.iterations, solution.converged)
 
     def _iterate(
@@ -146,7 +145,7 @@ def unroll(
     steps: int,
     damping: float = 1.0,
 ) -> Tensor:
-    """``steps`` damped iterations of z <- function(z, *inputs), differentiated through.
+    r"""``steps`` damped iterations of z <- function(z, \*inputs), differentiated through.
 
     A fixed amount of work, with no data-dependent stop: it compiles and exports.
     """
@@ -206,9 +205,7 @@ class _Record:
         self.active = active & (residual > self.tolerance) & torch.isfinite(residual)
 
     def solution(self) -> Solution:
-        return Solution(
-            self.value, self.residual, self.iterations, self.residual <= self.tolerance
-        )
+        return Solution(self.value, self.residual, self.iterations, self.residual <= self.tolerance)
 
 
 def _plain(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:
@@ -221,29 +218,37 @@ def _plain(function: Callable[[Tensor], Tensor], record: _Record, damping: float
 
 def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:
     z = record.value
-    batch = z.shape[:-2]
+    batch, size = z.shape[:-2], z.shape[-2] * z.shape[-1]
+    # The last differences of the steps, and of z + damping * step, in a ring.
+    changes = z.new_empty(*batch, _WINDOW, size)
+    moves = z.new_empty(*batch, _WINDOW, size)
     # Enough to make the normal equations solvable, far too little to slow convergence.
-    ridge = 10 * torch.finfo(z.dtype).eps
-    states: list[Tensor] = []
-    steps: list[Tensor] = []
-    while record.running:
+    ridge = 10 * torch.finfo(z.dtype).eps * torch.eye(_WINDOW, dtype=z.dtype, device=z.device)
+    previous: tuple[Tensor, Tensor] | None = None
+    for count in itertools.count():
+        if not record.running:
+            return
         step = function(z) - z
         record.observe(z, step)
-        flat_z, flat_step = z.reshape(*batch, -1), step.reshape(*batch, -1)
-        states, steps = [*states, flat_z][-_WINDOW - 1 :], [*steps, flat_step][-_WINDOW - 1 :]
-        new = flat_z + damping * flat_step
-        if len(steps) > 1:
-            dz = torch.stack([b - a for a, b in zip(states, states[1:], strict=False)], -2)
-            dg = torch.stack([b - a for a, b in zip(steps, steps[1:], strict=False)], -2)
-            # Differences have very different lengths: scale each to one before the Gram matrix.
-            length = dg.norm(dim=-1, keepdim=True)
+        step = step.reshape(*batch, size)
+        new = torch.add(z.reshape(*batch, size), step, alpha=damping)
+        if previous is not None:
+            torch.sub(step, previous[0], out=changes[..., (count - 1) % _WINDOW, :])
+            torch.sub(new, previous[1], out=moves[..., (count - 1) % _WINDOW, :])
+        previous = (step, new)
+        if count:
+            k = min(count, _WINDOW)
+            dg, dm = changes[..., :k, :], moves[..., :k, :]
+            gram = dg @ dg.mT
+            # Differences shrink as the iteration converges: compare directions, not lengths.
+            length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
             length = torch.where(length > 0, length, 1.0)
-            dz, dg = dz / length, dg / length
-            gram = dg @ dg.mT + ridge * torch.eye(dg.shape[-2], dtype=z.dtype, device=z.device)
+            gram = gram / (length[..., :, None] * length[..., None, :]) + ridge[:k, :k]
             factor, info = torch.linalg.cholesky_ex(gram)
-            weights = torch.cholesky_solve(dg @ flat_step[..., None], factor)
-            mixed = new - ((dz + damping * dg).mT @ weights)[..., 0]
-            usable = (info == 0) & torch.isfinite(mixed).all(-1)
+            projections = (dg @ step[..., None]) / length[..., None]
+            weights = torch.cholesky_solve(projections, factor) / length[..., None]
+            mixed = new - (weights.mT @ dm)[..., 0, :]
+            usable = (info == 0) & torch.isfinite(weights).all(-1).all(-1)
             new = torch.where(usable[..., None], mixed, new)
         z = new.reshape(z.shape)
 

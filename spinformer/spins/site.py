@@ -262,6 +262,20 @@ class Gaussian(SiteLaw):
     def scale(self) -> float:
         return math.sqrt(self.variance)
 
+    def check_stable(self, largest: Tensor) -> None:
+        """Raise ``ValueError`` unless coupled spins exist.
+
+        Args:
+            largest: the largest eigenvalue of beta J of every system, any shape.
+        """
+        strength = self.variance * largest.detach()
+        if bool((strength >= 1).any()):
+            raise ValueError(
+                "Gaussian spins exist while all eigenvalues of variance * beta * J are below 1: the "
+                f"largest eigenvalue is {float(strength.max()):.6g}. Lower beta, the couplings "
+                "or the variance, or use Sphere, whose spins cannot grow"
+            )
+
     def log_partition(self, b: Tensor) -> Tensor:
         return self.variance / 2 * (b * b).sum(-1)
 
@@ -326,7 +340,7 @@ def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | Non
     2 / 3 for every D and kappa. The part across the field is isotropic.
     """
     dim = b.shape[-1]
-    work = b.detach().double()
+    work = b.detach().double().reshape(-1, dim)
     length = work.norm(dim=-1)
     kappa = radius * length
     half = (dim - 1) / 2
@@ -348,9 +362,7 @@ def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | Non
         proposal = 2 * r * z / (1 - (1 - r) * z)
         # 1 - x0 w = (1 - x0) + x0 (1 - w)
         log_accept = (
-            k * (1 - proposal - x)
-            + (dim - 1) * torch.log(2 * r / (1 + r) + x * proposal)
-            - bound
+            k * (1 - proposal - x) + (dim - 1) * torch.log(2 * r / (1 + r) + x * proposal) - bound
         )
         uniform = torch.rand(len(r), generator=generator, dtype=torch.float64, device=b.device)
         accepted = torch.log(uniform) <= log_accept
@@ -362,9 +374,9 @@ def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | Non
     # At zero field the alignment is measured along any axis: take the first.
     axis = work / torch.where(length > 0, length, 1.0)[..., None]
     axis[..., 0] += (length == 0).to(axis.dtype)
-    tangent = torch.randn(b.shape, generator=generator, dtype=torch.float64, device=b.device)
+    tangent = torch.randn(work.shape, generator=generator, dtype=torch.float64, device=b.device)
     for _ in range(2):  # twice: where little is left, the first projection leaves rounding errors
         tangent.addcmul_(torch.linalg.vecdot(tangent, axis)[..., None], axis, value=-1)
     across = radius * torch.sqrt(gap * (2 - gap)) / tangent.norm(dim=-1)
     axis.mul_(radius * (1 - gap)[..., None])
-    return axis.addcmul_(across[..., None], tangent).to(b.dtype)
+    return axis.addcmul_(across[..., None], tangent).reshape(b.shape).to(b.dtype)

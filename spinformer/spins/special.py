@@ -57,7 +57,7 @@ __all__ = [
     "reduced_slope",
 ]
 
-# Order from which the uniform expansion with at most _MAX_TERMS terms reaches rounding.
+# From this order the uniform expansion, with at most so many terms, reaches a dtype's rounding.
 _LOWEST_ORDER = {torch.float64: 24.0, torch.float32: 10.0}
 _MAX_TERMS = {torch.float64: 14, torch.float32: 8}
 
@@ -128,31 +128,36 @@ def _evaluate(
     dtype = x.dtype
     work = x if dtype in _LOWEST_ORDER else x.float()
     nu = dim / 2 - 1
-    if work.dtype == torch.float32 and nu < _LOWEST_ORDER[work.dtype] and (order or slope):
-        # Coming down by n orders multiplies the error of a slope by (2 nu + 2n + 1) / (2 nu + 1):
-        # too much for float32 in few dimensions. The ratio's own error is damped.
+    target = work.dtype
+    steps = max(0, math.ceil(_LOWEST_ORDER[target] - nu))
+    if target == torch.float32 and steps and (order or slope):
+        # Coming down by n orders multiplies a slope's rounding by (2 nu + 2n + 1) / (2 nu + 1), too
+        # much for float32 in few dimensions. The ratio's own error is damped.
         work = work.double()
-    steps = max(0, math.ceil(_LOWEST_ORDER[work.dtype] - nu))
-    a, f, log_z = _uniform(work, nu + steps, order, slope, log)
+    a, f, log_z = _uniform(work, nu + steps, target, order, slope, log)
     for step in range(steps, 0, -1):
         v = nu + step
         if log:
             log_z = log_z + torch.log1p(work * a[0] / (2 * v))
         a, f = _lower(work, v, a, f)
-    if dim == 1 and slope:  # 1 - tanh^2 is exponentially small, which no recurrence of algebraic terms keeps
+    if (
+        dim == 1 and slope
+    ):  # 1 - tanh^2 is exponentially small, which no recurrence of algebraic terms keeps
         decay = torch.exp(-work.sqrt())
         f = [(2 * decay / (1 + decay * decay)) ** 2]
-        for k in range(min(order, 2)):  # F' = -F a
-            f.append(-sum(math.comb(k, j) * f[j] * a[k - j] for j in range(k + 1)))
+        if order >= 1:  # F' = -F a
+            f.append(-f[0] * a[0])
+        if order >= 2:
+            f.append(-f[1] * a[0] - f[0] * a[1])
     outputs = (a, f, [log_z])
     return tuple([term.to(dtype) for term in terms] for terms in outputs)
 
 
 def _uniform(
-    x: Tensor, mu: float, order: int, slope: bool, log: bool
+    x: Tensor, mu: float, target: torch.dtype, order: int, slope: bool, log: bool
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """a, F and log z at order mu by Debye's expansion."""
-    u_poly, w_poly, u_slope, u_one = _debye(mu, x.dtype)
+    """a, F and log z at order mu by Debye's expansion, to the rounding of ``target``."""
+    u_poly, w_poly, u_slope, u_one = _debye(mu, target)
     q = torch.sqrt(1 + x / mu**2)
     p = 1 / q
     jets = order + 2 if slope else order + 1  # derivatives of g
@@ -160,10 +165,7 @@ def _uniform(
     w = [_polynomial(poly, p) for poly in _derivatives(w_poly, jets)]
     # Taylor jets of h = p W / U and of 1 / (1 + p).
     numerator = [p * w[k] + k * w[k - 1] if k else p * w[0] for k in range(jets)]
-    h: list[Tensor] = []
-    for k in range(jets):
-        known = sum(math.comb(k, j) * h[j] * u[k - j] for j in range(k))
-        h.append((numerator[k] - known) / u[0])
+    h = _quotient(numerator, u)
     g = [math.factorial(k) * (-1) ** k / (1 + p) ** (k + 1) - h[k] for k in range(jets)]
 
     c = -1 / (2 * mu**2)  # dp/dx = c p^3
@@ -189,9 +191,7 @@ def _uniform(
     if log:
         e = x / mu**2 / (1 + q)  # q - 1
         correction = -e * p * _polynomial(u_slope, p) / u_one  # U(p) / U(1) - 1
-        log_z = (
-            mu * (e - torch.log1p(e / 2)) - torch.log1p(e) / 2 + torch.log1p(correction)
-        )
+        log_z = mu * (e - torch.log1p(e / 2)) - torch.log1p(e) / 2 + torch.log1p(correction)
     return a, f, log_z
 
 
@@ -213,17 +213,22 @@ def _lower(
     """From order v to order v - 1: a -> 1 / (2v + x a), F -> (2v - x F) / (2v + x a)^2."""
     order = len(a) - 1
     den = [2 * v + x * a[0]] + [k * a[k - 1] + x * a[k] for k in range(1, order + 1)]
-    y = [1 / den[0]]
-    for k in range(1, order + 1):  # derivatives of 1 / den by Leibniz' rule on den * y = 1
-        y.append(-y[0] * sum(math.comb(k, j) * den[k - j] * y[j] for j in range(k)))
-    if not f:
-        return y, f
-    n = [2 * v - x * f[0]] + [-k * f[k - 1] - x * f[k] for k in range(1, len(f))]
-    square = [sum(math.comb(k, j) * y[j] * y[k - j] for j in range(k + 1)) for k in range(len(f))]
-    lowered = [
-        sum(math.comb(k, j) * n[j] * square[k - j] for j in range(k + 1)) for k in range(len(f))
-    ]
-    return y, lowered
+    unit = [torch.ones_like(x)] + [torch.zeros_like(x)] * order
+    lowered: list[Tensor] = []
+    if f:
+        n = [2 * v - x * f[0]] + [-k * f[k - 1] - x * f[k] for k in range(1, len(f))]
+        lowered = _quotient(_quotient(n, den), den)
+    return _quotient(unit, den), lowered
+
+
+def _quotient(numerator: list[Tensor], denominator: list[Tensor]) -> list[Tensor]:
+    """Derivatives of a quotient from those of its parts, by Leibniz' rule."""
+    result: list[Tensor] = []
+    for k, value in enumerate(numerator):
+        for j in range(k):
+            value = value - math.comb(k, j) * result[j] * denominator[k - j]
+        result.append(value / denominator[0])
+    return result
 
 
 # --- Debye's polynomials ------------------------------------------------------------------------
@@ -303,7 +308,7 @@ def _derivatives(polynomial: _Polynomial, count: int) -> tuple[_Polynomial, ...]
 def _polynomial(coefficients: _Polynomial, p: Tensor) -> Tensor:
     result = torch.full_like(p, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        result = torch.addcmul(torch.full_like(p, coefficient), result, p)
+        result.mul_(p).add_(coefficient)
     return result
 
 
@@ -318,13 +323,19 @@ class _Reduced(torch.autograd.Function):
         if order > 3:
             raise NotImplementedError("derivatives of the Bessel ratio exist to the third order")
         ctx.dim, ctx.order = dim, order
-        ctx.save_for_backward(x)
-        return _evaluate(x, dim, order)[0][order]
+        # An implicit layer calls backward in every iteration of its adjoint: the derivative is
+        # computed here, once, unless it is to be differentiated itself.
+        ahead = order + 1 if ctx.needs_input_grad[0] and order < 3 else order
+        terms = _evaluate(x, dim, ahead)[0]
+        ctx.save_for_backward(x, terms[ahead])
+        return terms[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return grad * _Reduced.apply(x, ctx.dim, ctx.order + 1), None, None
+        x, slope = ctx.saved_tensors
+        if torch.is_grad_enabled() or ctx.order == 3:
+            slope = _Reduced.apply(x, ctx.dim, ctx.order + 1)
+        return grad * slope, None, None
 
 
 class _Slope(torch.autograd.Function):

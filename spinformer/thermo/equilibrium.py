@@ -135,12 +135,10 @@ class Equilibrium(abc.ABC):
         radius = self.system.site.radius
         if radius is None:
             return correlations
-        square = torch.full_like(correlations[..., 0], radius**2)
+        square = torch.full_like(correlations.diagonal(dim1=-2, dim2=-1), radius**2)
         if self.system.present is not None:
             square = square * self.system.present
-        identity = torch.eye(
-            self.system.num_spins, dtype=torch.bool, device=correlations.device
-        )
+        identity = torch.eye(self.system.num_spins, dtype=torch.bool, device=correlations.device)
         return torch.where(identity, torch.diag_embed(square), correlations)
 
     def __repr__(self) -> str:
@@ -188,8 +186,11 @@ class DerivedEquilibrium(Equilibrium):
             j, h, beta = (
                 tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in arguments
             )
-            # Built as couplings, so that the diagonal and absent sites never get a derivative.
-            dense = Dense(j, check=False, mask=system.mask).to_dense()
+            dense = j
+            if system.site.radius is not None:
+                # A self coupling of a sphere is a constant. Built as couplings, so that neither it
+                # nor an absent site gets a derivative; of a spin whose length varies, <S^2> is one.
+                dense = Dense(j, check=False, mask=system.mask).to_dense()
             return j, h, beta, self._function(dense, h, beta)
 
     @cached_property
@@ -212,9 +213,14 @@ class DerivedEquilibrium(Equilibrium):
             for grad, tensor in zip(found, (j, h, beta), strict=True)
         )
 
-    @property
+    @cached_property
     def log_partition(self) -> Tensor:
-        return self._finish(self._graph[3])
+        # Its own evaluation: a backward pass through it leaves the graph of the derivatives whole.
+        system = self.system
+        couplings = system.couplings.to_dense().expand(
+            *system.batch_shape, system.num_spins, system.num_spins
+        )
+        return self._function(couplings, system.field, system.beta)
 
     @property
     def magnetization(self) -> Tensor:
@@ -229,13 +235,14 @@ class DerivedEquilibrium(Equilibrium):
         first = self._first[2]
         if not first.requires_grad:
             return torch.zeros_like(self.system.beta)
-        (second,) = torch.autograd.grad(
-            first.sum(),
-            beta,
-            create_graph=self._differentiable,
-            retain_graph=True,
-            materialize_grads=True,
-        )
+        with torch.enable_grad():
+            (second,) = torch.autograd.grad(
+                first.sum(),
+                beta,
+                create_graph=self._differentiable,
+                retain_graph=True,
+                materialize_grads=True,
+            )
         return self._finish(self.system.beta**2 * second)
 
     def susceptibility(self) -> Tensor:
@@ -254,7 +261,7 @@ class DerivedEquilibrium(Equilibrium):
                 for a in range(m.shape[-1])
             ]
         shape = (*m.shape[-2:], *m.shape[-2:])
-        chi = torch.stack(rows, -3).reshape(*self.system.batch_shape, *shape)
+        chi = (torch.stack(rows, -3) if rows else m).reshape(*self.system.batch_shape, *shape)
         if self.system.present is not None:
             present = self.system.present[..., None].to(chi.dtype)
             chi = chi * present[..., :, :, None, None] * present[..., None, None, :, :]
@@ -263,4 +270,7 @@ class DerivedEquilibrium(Equilibrium):
     def _linear_response_correlations(self) -> Tensor:
         gradient = self._first[0]
         symmetric = (gradient + gradient.mT) / self.system.beta[..., None, None]
+        if self.system.mask is not None:
+            absent = self.system.mask[..., :, None] | self.system.mask[..., None, :]
+            symmetric = symmetric.masked_fill(absent, 0.0)
         return self._finish(symmetric)

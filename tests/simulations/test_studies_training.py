@@ -80,7 +80,7 @@ def test_same_seed_same_run_and_other_seed_other_run(digits: Dataset) -> None:
     # The saved state is the model that was tested.
     model = Classifier.build("plain", SHAPE, SHAPE.reference, digits, generator_for(9, 0))
     model.load_state_dict(state)
-    result = training.evaluate(model, digits, digits.test, short.batch_size)
+    result = training.evaluate(model, digits, digits.test)
     assert result["accuracy"] == first["test"]["accuracy"]
 
 

@@ -28,8 +28,8 @@ def coupled(m, h, j):
 @pytest.fixture
 def inputs():
     generator = torch.Generator().manual_seed(1)
-    h = torch.randn(2, 4, 2, generator=generator, dtype=F64)
-    j = torch.randn(4, 4, generator=generator, dtype=F64)
+    h = torch.randn(2, 3, 1, generator=generator, dtype=F64)
+    j = torch.randn(3, 3, generator=generator, dtype=F64)
     return h.requires_grad_(), (0.7 * j / torch.linalg.matrix_norm(j, 2)).requires_grad_()
 
 
@@ -53,9 +53,7 @@ def test_a_system_does_not_feel_its_batch(solver):
     options = FixedPoint(solver, tolerance=1e-10, on_failure="ignore")
     together = options.solve(tanh_map, torch.zeros(3, 4, 1, dtype=F64), (a, b))
     for row in range(2):
-        alone = options.solve(
-            tanh_map, torch.zeros(1, 4, 1, dtype=F64), (a[[row]], b[[row]])
-        )
+        alone = options.solve(tanh_map, torch.zeros(1, 4, 1, dtype=F64), (a[[row]], b[[row]]))
         assert int(together.iterations[row]) == int(alone.iterations[0])
         # 1e-12: matrix products of another batch size may round differently.
         torch.testing.assert_close(together.value[row], alone.value[0], rtol=0, atol=1e-12)
@@ -65,7 +63,7 @@ def test_a_system_does_not_feel_its_batch(solver):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_gradients(solver, inputs):
     def solve(h, j):
-        start = torch.zeros(2, 4, 2, dtype=F64)
+        start = torch.zeros_like(h)
         return FixedPoint(solver, tolerance=1e-12).solve(coupled, start, (h, j)).value
 
     assert gradcheck(solve, inputs)
@@ -120,7 +118,7 @@ def test_two_cycle_is_not_convergence():
 def test_adjoint_failure_is_loud(inputs):
     h, _ = inputs
     # At the largest contraction the forward solve starts at its solution and takes one step.
-    j = torch.full((4, 4), 0.25 * 0.999, dtype=F64)
+    j = torch.full((3, 3), 0.999 / 3, dtype=F64)
     solution = FixedPoint(max_iterations=30, tolerance=1e-8).solve(
         coupled, torch.zeros_like(h), (0 * h, j)
     )
@@ -132,9 +130,11 @@ def test_adjoint_failure_is_loud(inputs):
 @pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 2)])
 def test_empty_batches_and_systems(solver, shape):
     h = torch.zeros(shape, requires_grad=True)
-    value = FixedPoint(solver).solve(
-        lambda z, h: torch.tanh(0.5 * z + h), torch.zeros(shape), (h,)
-    ).value
+    value = (
+        FixedPoint(solver)
+        .solve(lambda z, h: torch.tanh(0.5 * z + h), torch.zeros(shape), (h,))
+        .value
+    )
     value.sum().backward()
     assert value.shape == shape and h.grad.shape == shape
 

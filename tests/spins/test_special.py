@@ -153,7 +153,7 @@ def test_derivatives_at_zero_field(dim: int) -> None:
         reduced_slope,
     ],
 )
-def test_gradcheck_twice(function, dim: int) -> None:  # noqa: ANN001
+def test_gradcheck_twice(function, dim: int) -> None:
     # Zero, weak and strong; scaled with D, where the functions bend.
     # Finite differences step to the other side of zero, where D = 1 takes a square root.
     points = torch.tensor([0.0, 0.4, 1.0, 5.0], dtype=torch.float64) * (1 + dim / 4)

@@ -107,7 +107,11 @@ def nan_at(tensor, *index):
         (lambda j, h: {"site": None}, TypeError, "site=None"),
         (lambda j, h: {"site": sf.Ising()}, ValueError, "dim=1"),
         (lambda j, h: {"mask": torch.zeros(4)}, ValueError, "mask is torch.float32"),
-        (lambda j, h: {"mask": torch.zeros(3, dtype=torch.bool)}, ValueError, "mask.*True = absent"),
+        (
+            lambda j, h: {"mask": torch.zeros(3, dtype=torch.bool)},
+            ValueError,
+            "mask.*True = absent",
+        ),
     ],
 )
 def test_bad_input_names_argument_value_and_remedy(parts, change, error, match):

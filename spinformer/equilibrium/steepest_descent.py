@@ -1,0 +1,768 @@
+r"""Steepest descent: spins of many components, or the spherical model, with all couplings kept.
+
+The constraints :math:`|S_i| = R` become integrals over auxiliary variables :math:`t_i`, the spins
+are integrated out as Gaussians of precision :math:`\beta V`, :math:`V = \operatorname{diag}(t) - J`,
+and the integral over t is taken at its saddle point, which is a minimum on the real axis:
+
+.. math::
+    \log Z_{\rm SD0} = D \min_\tau \Phi,\qquad
+    \Phi = \tfrac12 \sum_i (\tau_i - 1) - \tfrac12 \log\det A^{-1}
+           + \tfrac12 \operatorname{tr} b^{\mathsf T} A b,
+
+    \tau = \frac{\beta R^2}{D} t,\quad A = \Big(\operatorname{diag}\tau
+    - \frac{\beta R^2}{D} J\Big)^{-1} = \frac{D}{\beta R^2} V^{-1},\quad b = \frac{\beta R}{D} h,
+    \quad \mu = A b = m / R .
+
+The condition :math:`A_{ii} + |\mu_i|^2 = 1` says that :math:`\langle |S_i|^2\rangle = R^2`. The
+quadratic fluctuations around the saddle are
+
+.. math::
+    \log Z_{\rm SD1} = \log Z_{\rm SD0}
+        - \tfrac12 \log\det\big[A \circ (A + 2 \mu\mu^{\mathsf T})\big].
+
+Errors of log Z are O(1) for SD0 and O(1/D) for SD1 as D grows at fixed :math:`R^2 \propto D`. With
+one shared t the constraint holds on average over the sites: the spherical model, exact for an
+:math:`ND`-component sphere at large N D.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spinformer.errors import OnFailure, check_choice, strict_options
+from spinformer.solve.implicit import implicit
+from spinformer.solve.newton import (
+    MAX_ITERATIONS,
+    ConeMinimum,
+    SharedMinimum,
+    cone_hessian,
+    minimize_in_cone,
+    minimize_shared,
+    positive_factor,
+)
+from spinformer.solve.solution import ON_FAILURE, Solution
+from spinformer.spins.site import Gaussian
+from spinformer.spins.system import SpinSystem
+from spinformer.thermo.equilibrium import DerivedEquilibrium, Equilibrium
+
+__all__ = ["FluctuationEquilibrium", "SteepestDescent", "SteepestDescentEquilibrium"]
+
+Auxiliary = Literal["site", "shared"]
+
+# Relative error of the gap from the eigenvalues of a float32 matrix beyond which they are taken
+# again in float64.
+_FLOAT32_GAP = 1e-4
+
+
+@strict_options
+class SteepestDescent:
+    r"""Steepest descent of a :class:`~spinformer.SpinSystem` with symmetric scalar couplings.
+
+    It has a unique solution at every temperature, frustrated or ordered; the sign of an ordered
+    state is not broken, so that m = 0 without a field. For ``Sphere``, ``LargeDSphere`` and
+    ``Ising`` (D = 1): only R and D enter.
+
+    Args:
+        auxiliary: ``"site"``, one :math:`t_i` for each spin; ``"shared"``, one t for all, the
+            spherical model, whose lengths :math:`\langle|S_i|^2\rangle` are R^2 on average only.
+        fluctuations: False is SD0, with all observables in closed form. True is SD1, more accurate
+            by one power of 1/D in log Z, with all observables as derivatives of log Z; here
+            m and the correlations are those of SD0 with their first correction in 1/D.
+        tolerance: of the residual :math:`\max_i |A_{ii} + |\mu_i|^2 - 1|` (shared: of the mean over
+            sites), which is the error of :math:`\langle|S_i|^2\rangle/R^2`; None is 1e-12 in
+            float64 and 1e-5 in float32. Systems so cold that rounding forbids it stop at the
+            rounding limit (:func:`~spinformer.solve.newton.minimize_in_cone`).
+        max_iterations: Newton steps; a few are usual, 36 the most seen.
+        on_failure: ``"raise"``, ``"warn"`` or ``"ignore"``.
+
+    Cost: ``"site"``: one inverse and one Cholesky factorization of N x N a Newton step; backward
+    costs about one step. ``"shared"``: one eigendecomposition of J, which is kept for the next
+    call with the same tensor, and O(N^2 D). Half precision is worked out in float32, and float32
+    systems that need it in float64.
+
+    Source: Berlin & Kac 1952, Phys. Rev. 86, 821 (spherical model); Stanley 1968, Phys. Rev. 176,
+    718 (its equivalence with large D).
+    """
+
+    def __init__(
+        self,
+        auxiliary: Auxiliary = "site",
+        fluctuations: bool = False,
+        tolerance: float | None = None,
+        max_iterations: int = MAX_ITERATIONS,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        check_choice("auxiliary", auxiliary, ("site", "shared"))
+        check_choice("on_failure", on_failure, ON_FAILURE)
+        if tolerance is not None and not tolerance > 0:
+            raise ValueError(f"tolerance={tolerance!r} must be positive, or None")
+        if not (isinstance(max_iterations, int) and max_iterations >= 1):
+            raise ValueError(f"max_iterations={max_iterations!r} must be an integer >= 1")
+        self.auxiliary: Auxiliary = auxiliary
+        self.fluctuations = fluctuations
+        self.tolerance, self.max_iterations = tolerance, max_iterations
+        self.on_failure: OnFailure = on_failure
+        self._spectrum = _Spectrum()
+
+    def solve(
+        self, system: SpinSystem, initial: Tensor | None = None
+    ) -> SteepestDescentEquilibrium | FluctuationEquilibrium:
+        """Find the saddle point.
+
+        Args:
+            system: symmetric scalar couplings; ``Sphere``, ``LargeDSphere`` or ``Ising``.
+            initial: the ``t`` of an earlier, similar solution (..., N), to save Newton steps. The
+                answer does not depend on it. Only for ``auxiliary="site"``.
+
+        Raises:
+            ConvergenceError: with ``on_failure="raise"``.
+            ValueError: asymmetric or matrix-valued couplings, or Gaussian spins.
+        """
+        _check(system)
+        if initial is not None and self.auxiliary == "shared":
+            raise ValueError(
+                "initial is for auxiliary='site': one shared t needs no start, leave it None"
+            )
+        working = torch.promote_types(system.field.dtype, torch.float32)
+        couplings = system.couplings.to_dense()
+        scale, b = _reduced(system, system.field.to(working), system.beta.to(working))
+        with torch.no_grad():
+            saddle: _Saddle
+            if self.auxiliary == "site":
+                start = None if initial is None else scale[..., None] * initial.to(working)
+                saddle = self._site(couplings, scale, b, system.mask, start)
+            else:
+                saddle = self._shared(couplings, scale, b, system.mask)
+        found = saddle.solution
+        unit = scale.detach() if self.auxiliary == "shared" else scale.detach()[..., None]
+        solution = Solution(
+            (found.value / unit).to(working),
+            found.residual.to(working),
+            found.iterations,
+            found.converged,
+        )
+        solution.check(
+            self.on_failure,
+            f"steepest descent ({self.auxiliary})",
+            "Look for NaN in couplings and fields; else raise max_iterations or tolerance.",
+        )
+        if self.fluctuations:
+            return FluctuationEquilibrium(system, saddle, solution)
+        return SteepestDescentEquilibrium(system, saddle, solution, couplings, scale, b)
+
+    def _site(
+        self,
+        couplings: Tensor,
+        scale: Tensor,
+        b: Tensor,
+        mask: Tensor | None,
+        initial: Tensor | None,
+    ) -> _SiteSaddle:
+        minimum = minimize_in_cone(
+            scale[..., None, None] * couplings.to(b.dtype),
+            b,
+            absent=mask,
+            initial=initial,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+        return _SiteSaddle(minimum, mask)
+
+    def _shared(
+        self, couplings: Tensor, scale: Tensor, b: Tensor, mask: Tensor | None
+    ) -> _SharedSaddle:
+        for dtype in (b.dtype, torch.float64):
+            values, vectors = self._spectrum.of(couplings, dtype)
+            minimum = minimize_shared(
+                values,
+                vectors,
+                b.to(dtype),
+                scale=scale.to(dtype),
+                absent=mask,
+                tolerance=self.tolerance,
+                max_iterations=self.max_iterations,
+            )
+            gaps = minimum.gaps
+            if dtype == torch.float64 or not gaps.shape[-1]:
+                break
+            # Eigenvalues are wrong by eps |J|, and near the border of the cone gaps are small.
+            error = torch.finfo(dtype).eps * (gaps[..., 0] / gaps[..., -1]) <= _FLOAT32_GAP
+            if bool((error | minimum.broken).all()):
+                break
+        return _SharedSaddle(minimum, mask)
+
+
+class _Spectrum:
+    """Eigenvalues and eigenvectors of the last matrix, for as long as it lives unchanged."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type[_Spectrum], tuple[()]]:
+        # Copies and pickles of a module start anew: a weak reference does not travel.
+        return _Spectrum, ()
+
+    def of(self, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # Inference tensors don't count their changes.
+        version = None if matrix.is_inference() else matrix._version
+        if (
+            self._found is not None
+            and self._key is not None
+            and version is not None
+            and self._key[0]() is matrix
+            and self._key[1:] == (version, dtype)
+        ):
+            return self._found
+        clean = matrix.detach().to(dtype)
+        finite = torch.isfinite(clean).all(-1).all(-1)[..., None, None]
+        values, vectors = torch.linalg.eigh(torch.where(finite, clean, 0.0))
+        values = torch.where(finite[..., 0], values, torch.nan)
+        if version is not None:
+            self._key = (weakref.ref(matrix), version, dtype)
+            self._found = (values, vectors)
+        return values, vectors
+
+
+def _check(system: SpinSystem) -> None:
+    if isinstance(system.site, Gaussian):
+        raise ValueError(
+            "steepest descent replaces the constraint |S| = R of spheres and Ising spins; "
+            f"{system.site!r} has none and is exactly solvable: use MeanField(), which is exact "
+            "for the magnetization of Gaussian spins, or Exact()"
+        )
+    system.require_symmetric("Steepest descent")
+    if system.couplings.dim is not None:
+        raise ValueError(
+            "steepest descent needs scalar couplings (..., N, N), and these are matrix-valued: "
+            "use MeanField()"
+        )
+
+
+def _reduced(system: SpinSystem, field: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor beta R^2 / D of the couplings and b = beta R h / D."""
+    radius = system.site.radius
+    assert radius is not None  # _check
+    dim = system.dim
+    return beta * (radius**2 / dim), (beta * (radius / dim))[..., None, None] * field
+
+
+# -- the saddle point and its derivatives -------------------------------------------------------------
+
+
+class _Saddle(abc.ABC):
+    """A solved saddle point: values without a graph, and the ways to attach one.
+
+    The differentiable inputs are always (couplings J, scale, b), with K = scale * J.
+    """
+
+    solution: Solution
+    value: Tensor  # Phi (...)
+    log_det: Tensor  # (...)
+    broken: Tensor  # (...) bool
+    mask: Tensor | None
+
+    @property
+    @abc.abstractmethod
+    def response(self) -> Tensor:
+        """mu (..., N, D)."""
+
+    @property
+    @abc.abstractmethod
+    def inverse(self) -> Tensor:
+        """A (..., N, N), with rows of the unit matrix at absent sites."""
+
+    @abc.abstractmethod
+    def cotangents(
+        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """First derivatives of ``(grad * mu).sum()`` in J, scale and b, in closed form."""
+
+    @abc.abstractmethod
+    def curvature(self, inverse: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+        r"""log det of :math:`P = A \circ (A + 2\mu\mu^{\mathsf T})` over the tau that there are,
+        and the inverse of P, for :meth:`weigh`. Differentiable."""
+
+    @abc.abstractmethod
+    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        r"""left^T P^{-1} right for left (..., N, p), right (..., N, q) -> (..., p, q)."""
+
+    @abc.abstractmethod
+    def _tau(self, k: Tensor, b: Tensor) -> Tensor:
+        """tau of every site (..., N) with its implicit derivative in K and b."""
+
+    @property
+    def present(self) -> Tensor | None:
+        return None if self.mask is None else ~self.mask
+
+    def attach(self, couplings: Tensor, scale: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """(V, A, mu), differentiable to any order."""
+        dtype = self.value.dtype
+        k = scale.to(dtype)[..., None, None] * couplings.to(dtype)
+        k = (k + k.mT) / 2
+        b = b.to(dtype)
+        if bool(self.broken.any()):
+            k = torch.where(self.broken[..., None, None], 0.0, k)
+            b = torch.where(self.broken[..., None, None], 0.0, b)
+        v = torch.diag_embed(self._tau(k, b)) - k
+        inverse = _Inverse.apply(v, self.inverse)
+        return v, inverse, inverse @ b
+
+    def mean(self, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+        """mu with its derivative, NaN in broken systems."""
+        mu: Tensor = _Response.apply(self, couplings, scale, b)
+        if bool(self.broken.any()):
+            mu = torch.where(self.broken[..., None, None], torch.nan, mu)
+        return mu
+
+    def minimum(self, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+        """Phi with its derivative."""
+        value: Tensor = _Minimum.apply(self, couplings, scale, b)
+        return value
+
+
+class _SiteSaddle(_Saddle):
+    """One tau a site."""
+
+    def __init__(self, minimum: ConeMinimum, mask: Tensor | None) -> None:
+        self._minimum = minimum
+        self.mask = mask
+        self.solution, self.value = minimum.solution, minimum.value
+        self.log_det, self.broken = minimum.log_det, minimum.broken
+
+    @property
+    def response(self) -> Tensor:
+        return self._minimum.response
+
+    @property
+    def inverse(self) -> Tensor:
+        return self._minimum.inverse
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return positive_factor(cone_hessian(self.inverse, self.response))
+
+    def cotangents(
+        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        # mu = A b and A_ii + |mu_i|^2 = 1; w is the multiplier of the constraint.
+        inverse, mu = self.inverse, self.response
+        direct = inverse @ grad
+        slope = -(direct * mu).sum(-1, keepdim=True)
+        w = torch.cholesky_solve(slope, self._factor)
+        b_bar = torch.addcmul(direct, inverse @ (w * mu), torch.full_like(w, 2.0))
+        couplings_bar = scale_bar = None
+        k = scale.to(grad.dtype)[..., None, None]
+        if needed[0]:
+            couplings_bar = _sum_outer(k * b_bar, mu, couplings)
+            couplings_bar += _sum_outer(inverse * (k * w).mT, inverse, couplings)
+            couplings_bar = (couplings_bar + couplings_bar.mT) / 2
+        if needed[1]:
+            # sum_ij J_ij dL/dK_ij, from K mu = tau mu - b and (A K A)_ii = (A^2 tau)_i - A_ii
+            tau = torch.where(
+                self.broken[..., None], 1.0, self.solution.value
+            )[..., None]
+            turned = inverse.square() @ tau - inverse.diagonal(dim1=-2, dim2=-1)[..., None]
+            scale_bar = (b_bar * (tau * mu - b)).sum((-2, -1)) + (w * turned).sum((-2, -1))
+            scale_bar = scale_bar / scale
+        return couplings_bar, scale_bar, b_bar
+
+    def curvature(self, inverse: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+        p = inverse * (inverse + 2 * response @ response.mT)
+        factor = positive_factor(p.detach())
+        value = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        p_inverse = _Inverse.apply(p, torch.cholesky_inverse(factor))
+        log_det: Tensor = _LogDet.apply(p, p_inverse, value)
+        return log_det, p_inverse
+
+    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return left.mT @ (inverse_curvature @ right)
+
+    def _tau(self, k: Tensor, b: Tensor) -> Tensor:
+        stored = self.inverse
+
+        def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
+            inverse = _Inverse.apply(torch.diag_embed(tau) - k, stored)
+            return inverse.diagonal(dim1=-2, dim2=-1) + (inverse @ b).square().sum(-1) - 1
+
+        def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
+            # The Jacobian is -P, at every order.
+            return -torch.cholesky_solve(right[..., None], self._factor)[..., 0]
+
+        tau = torch.where(self.broken[..., None], 1.0, self.solution.value)
+        return implicit(tau, residual, (k, b), adjoint)
+
+
+class _SharedSaddle(_Saddle):
+    """One tau for all sites, in the eigenbasis of J."""
+
+    def __init__(self, minimum: SharedMinimum, mask: Tensor | None) -> None:
+        self._minimum = minimum
+        self.mask = mask
+        self.solution, self.value = minimum.solution, minimum.value
+        self.log_det, self.broken = minimum.log_det, minimum.broken
+
+    @cached_property
+    def response(self) -> Tensor:
+        minimum = self._minimum
+        return _rotate(minimum.vectors, minimum.rotated / minimum.gaps[..., None])
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        minimum = self._minimum
+        vectors = minimum.vectors
+        inverse = (vectors / minimum.gaps[..., None, :]) @ vectors.mT
+        if self.mask is not None:
+            inverse = inverse.masked_fill(self.mask[..., None, :] | self.mask[..., :, None], 0.0)
+            inverse.diagonal(dim1=-2, dim2=-1).add_(self.mask.to(inverse.dtype))
+        return inverse
+
+    @cached_property
+    def _curvature(self) -> Tensor:
+        """Sum of the entries of P over present sites (...)."""
+        minimum = self._minimum
+        squares = minimum.rotated.square().sum(-1)
+        terms = (minimum.weights + 2 * squares / minimum.gaps) / minimum.gaps.square()
+        return terms.sum(-1)
+
+    def cotangents(
+        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        minimum = self._minimum
+        gaps = minimum.gaps[..., None]
+        image = minimum.rotated / gaps  # mu in the eigenbasis
+        direct = _rotate(minimum.vectors.mT, grad) / gaps
+        w = -(direct * image).sum((-2, -1)) / self._curvature.clamp_min(
+            torch.finfo(grad.dtype).tiny
+        )
+        w = w[..., None, None]
+        turned = direct + 2 * w * image / gaps  # the cotangent of b in the eigenbasis
+        b_bar = _rotate(minimum.vectors, turned)
+        k = scale.to(grad.dtype)[..., None, None]
+        couplings_bar = scale_bar = None
+        if needed[0]:
+            couplings_bar = _sum_outer(k * b_bar, self.response, couplings)
+            spectrum = (k * w / gaps.square())[..., 0]
+            if minimum.vectors.ndim == 2:
+                spectrum = spectrum.reshape(-1, spectrum.shape[-1]).sum(0)
+            else:
+                spectrum = spectrum.sum_to_size(*minimum.vectors.shape[:-1])
+            couplings_bar += (minimum.vectors * spectrum[..., None, :]) @ minimum.vectors.mT
+            couplings_bar = (couplings_bar + couplings_bar.mT) / 2
+        if needed[1]:
+            tau = torch.where(self.broken, 1.0, self.solution.value)
+            levels = tau[..., None, None] - gaps  # eigenvalues of K
+            scale_bar = (levels * turned * image).sum((-2, -1))
+            # An absent site has eigenvalue zero and no share in this.
+            scale_bar += (levels * w / gaps.square()).sum((-2, -1))
+            scale_bar = scale_bar / scale
+        return couplings_bar, scale_bar, b_bar
+
+    def curvature(self, inverse: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = _clear(inverse, self.mask)
+        number = self._minimum.count.clamp_min(1)
+        total = (inverse * (inverse + 2 * response @ response.mT)).sum((-2, -1))
+        # Without a present site there is nothing to average.
+        total = torch.where(self._minimum.count > 0, total, number)
+        return (total / number).log(), 1 / total
+
+    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        sums = left.sum(-2)[..., :, None] * right.sum(-2)[..., None, :]
+        return inverse_curvature[..., None, None] * sums
+
+    def _tau(self, k: Tensor, b: Tensor) -> Tensor:
+        stored, minimum = self.inverse, self._minimum
+        number = minimum.count.clamp_min(1)
+        jacobian = -self._curvature / number
+
+        def spread(tau: Tensor) -> Tensor:
+            every = tau[..., None].expand(k.shape[:-1])
+            return every if self.mask is None else torch.where(self.mask, 1.0, every)
+
+        def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
+            inverse = _Inverse.apply(torch.diag_embed(spread(tau)) - k, stored)
+            own = inverse.diagonal(dim1=-2, dim2=-1)
+            if self.mask is not None:
+                own = own.masked_fill(self.mask, 0.0)
+            return (own + (inverse @ b).square().sum(-1)).sum(-1) / number - 1
+
+        def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
+            return torch.where(jacobian < 0, right / jacobian, 0.0)
+
+        tau = torch.where(self.broken, 1.0, self.solution.value)
+        return spread(implicit(tau, residual, (k, b), adjoint))
+
+
+def _rotate(matrix: Tensor, state: Tensor) -> Tensor:
+    """matrix @ state; one matrix (N, N) serves all systems in one product."""
+    if matrix.ndim > 2 or state.ndim <= 2:
+        return matrix @ state
+    columns = state.movedim(-2, 0)
+    return (matrix @ columns.reshape(len(columns), -1)).reshape(columns.shape).movedim(0, -2)
+
+
+def _sum_outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+    """left @ right^T, summed over the systems that share the couplings ``like``."""
+    if like.ndim == 2 and left.ndim > 2:
+        n = left.shape[-2]
+        return left.movedim(-2, 0).reshape(n, -1) @ right.movedim(-2, 0).reshape(n, -1).mT
+    return (left @ right.mT).sum_to_size(*like.shape)
+
+
+def _clear(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """The matrix without the rows and columns of absent sites."""
+    if mask is None:
+        return matrix
+    return matrix.masked_fill(mask[..., None, :] | mask[..., :, None], 0.0)
+
+
+class _Inverse(torch.autograd.Function):
+    """The known inverse of a matrix as a function of it, to any order."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, inverse: Tensor) -> Tensor:
+        output = inverse.clone()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT), None
+
+
+class _LogDet(torch.autograd.Function):
+    """The known log-determinant of a symmetric matrix; the inverse carries higher orders."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, inverse: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][..., None, None] * inverse, None, None
+
+
+class _Response(torch.autograd.Function):
+    """mu of (J, scale, b): closed-form first derivatives, a graph where more are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, saddle: _Saddle, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+        ctx.saddle = saddle
+        ctx.save_for_backward(couplings, scale, b)
+        return saddle.response.to(b.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saddle, arguments = ctx.saddle, ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[1:])
+        grad = torch.where(saddle.broken[..., None, None], 0.0, grads[0])
+        if torch.is_grad_enabled():
+            # New names: a dependence of one argument on another is not ours to follow.
+            names = [x.view_as(x) for x in arguments]
+            mu = saddle.attach(*names)[2].to(grad.dtype)
+            return None, *_gradients(mu, names, needed, grad)
+        dtype = saddle.value.dtype
+        couplings, scale, b = arguments
+        found = saddle.cotangents(couplings, scale, b, grad.to(dtype), needed)
+        return None, *(
+            None if bar is None or not need else bar.to(x.dtype)
+            for bar, need, x in zip(found, needed, arguments, strict=True)
+        )
+
+
+class _Minimum(torch.autograd.Function):
+    """Phi of (J, scale, b): by the envelope theorem its derivatives hold tau fixed."""
+
+    @staticmethod
+    def forward(ctx: Any, saddle: _Saddle, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+        ctx.saddle = saddle
+        ctx.save_for_backward(couplings, scale, b)
+        return saddle.value.to(b.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saddle, (couplings, scale, b) = ctx.saddle, ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        dtype = saddle.value.dtype
+        grad = torch.where(saddle.broken, 0.0, grads[0]).to(dtype)[..., None, None]
+        if torch.is_grad_enabled():
+            _, inverse, mu = saddle.attach(couplings, scale, b)
+        else:
+            inverse, mu = saddle.inverse, saddle.response
+        couplings_bar = scale_bar = b_bar = None
+        if needed[0] or needed[1]:
+            k_bar = grad / 2 * (inverse + mu @ mu.mT)
+            if needed[0]:
+                k = scale.to(dtype)[..., None, None]
+                couplings_bar = (k * k_bar).sum_to_size(*couplings.shape).to(couplings.dtype)
+            if needed[1]:
+                products = torch.where(
+                    saddle.broken[..., None, None], 0.0, couplings.to(dtype) * k_bar
+                )
+                scale_bar = products.sum((-2, -1)).to(scale.dtype)
+        if needed[2]:
+            b_bar = (grad * mu).to(b.dtype)
+        return None, couplings_bar, scale_bar, b_bar
+
+
+def _gradients(
+    output: Tensor, inputs: list[Tensor], needed: list[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Derivatives, with a graph, in those of the inputs that need one."""
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    found = iter(
+        torch.autograd.grad(output, wanted, grad, create_graph=True, allow_unused=True)
+    )
+    return [next(found) if need else None for need in needed]
+
+
+# -- the answers --------------------------------------------------------------------------------------
+
+
+class SteepestDescentEquilibrium(Equilibrium):
+    r"""The steepest-descent answer without fluctuations (SD0), in closed form.
+
+    With :math:`n` present sites, :math:`P = A \circ (A + 2\mu\mu^{\mathsf T})` and
+    :math:`k = \beta R^2/D`,
+
+    .. math::
+        m = R\mu,\qquad \langle S_i\cdot S_j\rangle = R^2 (A_{ij} + \mu_i\cdot\mu_j),\qquad
+        S = \tfrac D2 \log\det A,
+
+        U = -\tfrac12 \sum_{ij} J_{ij} \langle S_i \cdot S_j\rangle - \sum_i h_i\cdot m_i,\qquad
+        C = \tfrac D2 \big(n - a^{\mathsf T} P^{-1} a\big),\ a = \operatorname{diag} A,
+
+        \chi_{ia,jb} = k \Big[A_{ij}\delta_{ab}
+            - 2 \sum_{kl} A_{ik}\mu_{ka} (P^{-1})_{kl} \mu_{lb} A_{lj}\Big].
+
+    With one shared t, :math:`P^{-1}` is replaced by :math:`1 / \sum_{ij} P_{ij}` in every entry.
+    """
+
+    def __init__(
+        self,
+        system: SpinSystem,
+        saddle: _Saddle,
+        solution: Solution,
+        couplings: Tensor,
+        scale: Tensor,
+        b: Tensor,
+    ) -> None:
+        super().__init__(system, solution)
+        assert system.site.radius is not None  # solve() takes spheres and Ising spins
+        self._radius = system.site.radius
+        self._saddle = saddle
+        self._inputs = (couplings, scale, b)
+        self._magnetization = self._radius * saddle.mean(couplings, scale, b)
+
+    @property
+    def t(self) -> Tensor:
+        r"""The auxiliary variables without derivatives: (..., N), or (...) if shared.
+
+        At an absent site it is that of a free spin, :math:`D / (\beta R^2)`.
+        """
+        return self.solution.value
+
+    @property
+    def magnetization(self) -> Tensor:
+        return self._magnetization
+
+    @cached_property
+    def log_partition(self) -> Tensor:
+        return self.system.dim * self._saddle.minimum(*self._inputs)
+
+    @cached_property
+    def _attached(self) -> tuple[Tensor, ...]:
+        """V, A and mu with their derivatives, NaN in broken systems."""
+        attached = self._saddle.attach(*self._inputs)
+        broken = self._saddle.broken[..., None, None]
+        if bool(broken.any()):
+            attached = tuple(torch.where(broken, torch.nan, x) for x in attached)
+        return attached
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        """A with empty rows at absent sites."""
+        return _clear(self._attached[1], self._saddle.mask)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._magnetization.dtype)
+
+    @cached_property
+    def internal_energy(self) -> Tensor:
+        couplings = self._inputs[0]
+        mu = self._attached[2]
+        pairs = (couplings * (self._inverse + mu @ mu.mT)).sum((-2, -1)) * self._radius**2
+        field = (self.system.field * mu).sum((-2, -1)) * self._radius
+        return self._cast(-pairs / 2 - field)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """S = D/2 log det A, (...), relative to free spins."""
+        v, inverse, _ = self._attached
+        log_det = self._saddle.log_det
+        if self._saddle.mask is not None and isinstance(self._saddle, _SharedSaddle):
+            inverse = self._inverse
+        value: Tensor = _LogDet.apply(v, inverse, log_det)
+        value = torch.where(self._saddle.broken, torch.nan, value)
+        return self._cast(-self.system.dim / 2 * value)
+
+    def specific_heat(self) -> Tensor:
+        own = self._inverse.diagonal(dim1=-2, dim2=-1)[..., None]
+        _, curvature = self._saddle.curvature(*self._attached[1:])
+        lost = self._saddle.weigh(curvature, own, own)[..., 0, 0]
+        return self._cast(self.system.dim / 2 * (self.system.num_present - lost))
+
+    def susceptibility(self) -> Tensor:
+        r""":math:`\chi` with the response of the auxiliary variables, O(N^3 D + N^3 D^2)."""
+        mu = self._attached[2]
+        n, d = mu.shape[-2:]
+        batch = self.system.batch_shape
+        inverse = self._inverse
+        # L[k, (i, a)] = A_ik mu_ka
+        lever = (inverse[..., :, :, None] * mu[..., :, None, :]).reshape(*batch, n, n * d)
+        _, curvature = self._saddle.curvature(*self._attached[1:])
+        second = self._saddle.weigh(curvature, lever, lever).reshape(*batch, n, d, n, d)
+        identity = torch.eye(d, dtype=mu.dtype, device=mu.device)
+        first = torch.einsum("...ij,ab->...iajb", inverse, identity)
+        scale = self._inputs[1][..., None, None, None, None]
+        return self._cast(scale * (first - 2 * second))
+
+    def _linear_response_correlations(self) -> Tensor:
+        mu = self._attached[2]
+        return self._cast(self._radius**2 * (self._inverse + mu @ mu.mT))
+
+
+class FluctuationEquilibrium(DerivedEquilibrium):
+    r"""The steepest-descent answer with quadratic fluctuations (SD1).
+
+    Every observable is a derivative of
+    :math:`\log Z_{\rm SD1} = D\Phi - \tfrac12\log\det[A\circ(A + 2\mu\mu^{\mathsf T})]` (shared:
+    :math:`-\tfrac12\log\tfrac1n\sum_{ij}[\dots]_{ij}`) by implicit differentiation of the saddle.
+    """
+
+    def __init__(self, system: SpinSystem, saddle: _Saddle, solution: Solution) -> None:
+        def log_partition(couplings: Tensor, field: Tensor, beta: Tensor) -> Tensor:
+            # Called once, with the values that the saddle was solved for.
+            dtype = torch.promote_types(field.dtype, torch.float32)
+            scale, b = _reduced(system, field.to(dtype), beta.to(dtype))
+            inputs = (couplings, scale, b)
+            leading = system.dim * saddle.minimum(*inputs)
+            log_det, _ = saddle.curvature(*saddle.attach(*inputs)[1:])
+            return leading - log_det.to(dtype) / 2
+
+        super().__init__(system, log_partition, solution)
+
+    @property
+    def t(self) -> Tensor:
+        """The auxiliary variables at the saddle, without derivatives; see SD0."""
+        return self.solution.value
