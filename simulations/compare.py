@@ -59,7 +59,7 @@ PLANS: dict[str, Plan] = {
     ),
     "digits": Plan(
         Shape(d_model=64, nhead=4, reference=Size(width=128, layers=2)),
-        Budget(steps=1200, batch_size=64, learning_rate=3e-3, shift=2),
+        Budget(steps=1500, batch_size=64, learning_rate=3e-3, shift=2),
     ),
 }
 # Smaller models and few steps: shows that everything works, and nothing else.

@@ -65,7 +65,14 @@ def _steepest_descent(d_model: int, nhead: int, width: int, num_spins: int) -> n
 
 
 def _energy_descent(d_model: int, nhead: int, width: int, num_spins: int) -> nn.Module:
-    return EnergyDescentBlock(d_model, nhead, feedforward="memory", dim_feedforward=width)
+    return EnergyDescentBlock(
+        d_model,
+        nhead,
+        data_term=None,
+        feedforward="memory",
+        dim_feedforward=width,
+        feedforward_step=1.0,
+    )
 
 
 BLOCKS: dict[str, BlockFactory] = {

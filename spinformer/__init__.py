@@ -13,6 +13,7 @@ from spinformer.spins.system import SpinSystem
 
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
+from spinformer.equilibrium.steepest_descent import SteepestDescent
 from spinformer.thermo.equilibrium import Equilibrium
 from spinformer.solve.solution import Solution
 
@@ -35,5 +36,6 @@ __all__ = [
     "Sphere",
     "SpinSystem",
     "SpinformerError",
+    "SteepestDescent",
     "couplings",
 ]

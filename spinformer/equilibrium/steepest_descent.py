@@ -1,8 +1,9 @@
 r"""Steepest descent: spins of many components, or the spherical model, with all couplings kept.
 
 The constraints :math:`|S_i| = R` become integrals over auxiliary variables :math:`t_i`, the spins
-are integrated out as Gaussians of precision :math:`\beta V`, :math:`V = \operatorname{diag}(t) - J`,
-and the integral over t is taken at its saddle point, which is a minimum on the real axis:
+are integrated out as Gaussians of precision :math:`\beta V` with
+:math:`V = \operatorname{diag}(t) - J`, and the integral over t is taken at its saddle point, which
+is a minimum on the real axis:
 
 .. math::
     \log Z_{\rm SD0} = D \min_\tau \Phi,\qquad
@@ -46,6 +47,7 @@ from spinformer.solve.newton import (
     minimize_in_cone,
     minimize_shared,
     positive_factor,
+    rotate,
 )
 from spinformer.solve.solution import ON_FAILURE, Solution
 from spinformer.spins.site import Gaussian
@@ -254,7 +256,7 @@ def _reduced(system: SpinSystem, field: Tensor, beta: Tensor) -> tuple[Tensor, T
     return beta * (radius**2 / dim), (beta * (radius / dim))[..., None, None] * field
 
 
-# -- the saddle point and its derivatives -------------------------------------------------------------
+# -- the saddle point and its derivatives ---------------------------------------------------------
 
 
 class _Saddle(abc.ABC):
@@ -366,11 +368,10 @@ class _SiteSaddle(_Saddle):
             couplings_bar = (couplings_bar + couplings_bar.mT) / 2
         if needed[1]:
             # sum_ij J_ij dL/dK_ij, from K mu = tau mu - b and (A K A)_ii = (A^2 tau)_i - A_ii
-            tau = torch.where(
-                self.broken[..., None], 1.0, self.solution.value
-            )[..., None]
-            turned = inverse.square() @ tau - inverse.diagonal(dim1=-2, dim2=-1)[..., None]
-            scale_bar = (b_bar * (tau * mu - b)).sum((-2, -1)) + (w * turned).sum((-2, -1))
+            tau = torch.where(self.broken[..., None], 1.0, self.solution.value)[..., None]
+            own = inverse.diagonal(dim1=-2, dim2=-1)
+            turned = (tau.mT @ inverse.square())[..., 0, :] - own
+            scale_bar = (b_bar * (tau * mu - b)).sum((-2, -1)) + (w[..., 0] * turned).sum(-1)
             scale_bar = scale_bar / scale
         return couplings_bar, scale_bar, b_bar
 
@@ -389,7 +390,7 @@ class _SiteSaddle(_Saddle):
         stored = self.inverse
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse = _Inverse.apply(torch.diag_embed(tau) - k, stored)
+            inverse: Tensor = _Inverse.apply(torch.diag_embed(tau) - k, stored)
             return inverse.diagonal(dim1=-2, dim2=-1) + (inverse @ b).square().sum(-1) - 1
 
         def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
@@ -412,7 +413,11 @@ class _SharedSaddle(_Saddle):
     @cached_property
     def response(self) -> Tensor:
         minimum = self._minimum
-        return _rotate(minimum.vectors, minimum.rotated / minimum.gaps[..., None])
+        return self._here(rotate(minimum.vectors, minimum.rotated / minimum.gaps[..., None]))
+
+    def _here(self, state: Tensor) -> Tensor:
+        """Without what rounding of mixed eigenvectors leaves at absent sites."""
+        return state if self.mask is None else state.masked_fill(self.mask[..., None], 0.0)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -438,22 +443,19 @@ class _SharedSaddle(_Saddle):
         minimum = self._minimum
         gaps = minimum.gaps[..., None]
         image = minimum.rotated / gaps  # mu in the eigenbasis
-        direct = _rotate(minimum.vectors.mT, grad) / gaps
+        direct = rotate(minimum.vectors.mT, grad) / gaps
         w = -(direct * image).sum((-2, -1)) / self._curvature.clamp_min(
             torch.finfo(grad.dtype).tiny
         )
         w = w[..., None, None]
         turned = direct + 2 * w * image / gaps  # the cotangent of b in the eigenbasis
-        b_bar = _rotate(minimum.vectors, turned)
+        b_bar = self._here(rotate(minimum.vectors, turned))
         k = scale.to(grad.dtype)[..., None, None]
         couplings_bar = scale_bar = None
         if needed[0]:
             couplings_bar = _sum_outer(k * b_bar, self.response, couplings)
             spectrum = (k * w / gaps.square())[..., 0]
-            if minimum.vectors.ndim == 2:
-                spectrum = spectrum.reshape(-1, spectrum.shape[-1]).sum(0)
-            else:
-                spectrum = spectrum.sum_to_size(*minimum.vectors.shape[:-1])
+            spectrum = spectrum.sum_to_size(*minimum.vectors.shape[:-1])
             couplings_bar += (minimum.vectors * spectrum[..., None, :]) @ minimum.vectors.mT
             couplings_bar = (couplings_bar + couplings_bar.mT) / 2
         if needed[1]:
@@ -487,7 +489,7 @@ class _SharedSaddle(_Saddle):
             return every if self.mask is None else torch.where(self.mask, 1.0, every)
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse = _Inverse.apply(torch.diag_embed(spread(tau)) - k, stored)
+            inverse: Tensor = _Inverse.apply(torch.diag_embed(spread(tau)) - k, stored)
             own = inverse.diagonal(dim1=-2, dim2=-1)
             if self.mask is not None:
                 own = own.masked_fill(self.mask, 0.0)
@@ -500,19 +502,10 @@ class _SharedSaddle(_Saddle):
         return spread(implicit(tau, residual, (k, b), adjoint))
 
 
-def _rotate(matrix: Tensor, state: Tensor) -> Tensor:
-    """matrix @ state; one matrix (N, N) serves all systems in one product."""
-    if matrix.ndim > 2 or state.ndim <= 2:
-        return matrix @ state
-    columns = state.movedim(-2, 0)
-    return (matrix @ columns.reshape(len(columns), -1)).reshape(columns.shape).movedim(0, -2)
-
-
 def _sum_outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
     """left @ right^T, summed over the systems that share the couplings ``like``."""
     if like.ndim == 2 and left.ndim > 2:
-        n = left.shape[-2]
-        return left.movedim(-2, 0).reshape(n, -1) @ right.movedim(-2, 0).reshape(n, -1).mT
+        return left.movedim(-2, 0).flatten(1) @ right.movedim(-2, 0).flatten(1).mT
     return (left @ right.mT).sum_to_size(*like.shape)
 
 
@@ -620,13 +613,11 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Derivatives, with a graph, in those of the inputs that need one."""
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(output, wanted, grad, create_graph=True, allow_unused=True)
-    )
+    found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 
-# -- the answers --------------------------------------------------------------------------------------
+# -- the answers ----------------------------------------------------------------------------------
 
 
 class SteepestDescentEquilibrium(Equilibrium):
@@ -709,10 +700,7 @@ class SteepestDescentEquilibrium(Equilibrium):
     def entropy(self) -> Tensor:
         """S = D/2 log det A, (...), relative to free spins."""
         v, inverse, _ = self._attached
-        log_det = self._saddle.log_det
-        if self._saddle.mask is not None and isinstance(self._saddle, _SharedSaddle):
-            inverse = self._inverse
-        value: Tensor = _LogDet.apply(v, inverse, log_det)
+        value: Tensor = _LogDet.apply(v, inverse, self._saddle.log_det)
         value = torch.where(self._saddle.broken, torch.nan, value)
         return self._cast(-self.system.dim / 2 * value)
 

@@ -111,7 +111,8 @@ class HeadMixture(Couplings):
 
     def apply(self, state: Tensor) -> Tensor:
         nhead = self._heads.batch_shape[-1]
-        values = F.linear(state, self._value).unflatten(-1, (nhead, -1)).transpose(-2, -3)
+        width = self.dim // nhead
+        values = F.linear(state, self._value).unflatten(-1, (nhead, width)).transpose(-2, -3)
         mixed = self._heads.apply(values).transpose(-2, -3).flatten(-2)
         return F.linear(mixed, self._value.mT if self._out is None else self._out)
 
@@ -144,7 +145,9 @@ class AttentionCouplings(nn.Module):
     .. math:: A = \mathrm{softmax}_{j\ne i}\big(q_i\cdot k_j / \sqrt{d_h} + \text{bias}\big),\qquad
               J = s A \quad\text{or}\quad J = s\,(A + A^{\mathsf T})/2,
 
-    with one strength s a head, 1 at first.
+    with one strength s a head, 1/2 at first. Rows then sum to 1/2: free spins, whose response has a
+    slope of at most beta, are far from the order that sets in by themselves at beta s = 1, and the
+    fixed point contracts.
 
     Args:
         d_model: width of the tokens.
@@ -174,17 +177,18 @@ class AttentionCouplings(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform queries and keys, zero biases, unit strengths."""
+        """Xavier-uniform queries and keys, zero biases, strengths of 1/2."""
         for block in self.in_proj.weight.chunk(2):
             nn.init.xavier_uniform_(block)
         if self.in_proj.bias is not None:
             nn.init.zeros_(self.in_proj.bias)
-        nn.init.ones_(self.strength)
+        nn.init.constant_(self.strength, 0.5)
 
     def forward(self, tokens: Tensor, masks: Masks) -> Heads:
         """Couplings (B, H, N, N) of normalized tokens (B, N, d)."""
         batch, length, _ = tokens.shape
-        heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, -1)
+        width = self.in_proj.in_features // self.nhead
+        heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, width)
         query, key = heads.permute(2, 0, 3, 1, 4)
         logits = (query / math.sqrt(query.shape[-1])) @ key.mT
         if masks.bias is not None:

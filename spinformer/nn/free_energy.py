@@ -78,7 +78,7 @@ class FreeEnergyBlock(nn.Module):
         bias: whether linear maps have biases.
         initial: where the solve starts. None: the magnetization without couplings. ``"learned"``:
             the response to a linear map of the normalized tokens (the values). A tensor that
-            broadcasts to (B, N, d_model): kept as a buffer.
+            broadcasts to (B, N, d_model): kept as a buffer. Mean field only.
         num_spins: number of tokens, for ``couplings="fixed"`` only.
         solver, damping, tolerance, max_iterations: of the mean-field solve
             (:class:`~spinformer.MeanField`); tolerance and max_iterations also of steepest descent.
@@ -119,7 +119,7 @@ class FreeEnergyBlock(nn.Module):
         solver: FixedPointSolver = "anderson",
         damping: float = 1.0,
         tolerance: float | None = 1e-4,
-        max_iterations: int = 100,
+        max_iterations: int = 200,
         auxiliary: Literal["site", "shared"] = "site",
         on_failure: OnFailure = "warn",
         batch_first: bool = True,
@@ -141,11 +141,16 @@ class FreeEnergyBlock(nn.Module):
                     "are asymmetric: use couplings='symmetric' or 'fixed', or "
                     "approximation='mean_field'"
                 )
-            for option, value in (("heads", heads == "mixed"), ("steps", steps is not None)):
-                if value:
+            refused = {
+                "heads": heads == "mixed",
+                "steps": steps is not None,
+                "initial": initial is not None,  # its minimum is unique
+            }
+            for option, given in refused.items():
+                if given:
                     raise ValueError(
                         f"approximation='steepest_descent' has no {option} option: use "
-                        "heads='split' and steps=None, or approximation='mean_field'"
+                        "heads='split', steps=None and initial=None, or approximation='mean_field'"
                     )
         if (couplings == "fixed") != (num_spins is not None):
             raise ValueError(
@@ -258,7 +263,7 @@ class FreeEnergyBlock(nn.Module):
         tokens, layout = to_batch(x, self.d_model, self.batch_first, self.log_beta)
         masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
         self._check_masks(masks)
-        tokens = masks.clear(tokens)
+        tokens = masks.clear(tokens).to(self.log_beta.dtype)
         # A sequence that holds NaN keeps it: it must not reach the weights that others share.
         whole = torch.isfinite(tokens).all(-1).all(-1)[:, None, None]
         tokens = torch.where(whole, tokens, 0.0)
@@ -268,7 +273,7 @@ class FreeEnergyBlock(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             out, report = self._solve(tokens, normalized, couplings, masks, whole, return_report)
         if self.stream == "field":
-            out = out + self._mixing(out, x.dtype)
+            out = out + self._mixing(out, out.dtype)
         out = torch.where(whole, masks.clear(out), torch.nan).to(x.dtype)
         out = layout.leave(out)
         return (out, report) if return_report and report is not None else out
@@ -315,7 +320,7 @@ class FreeEnergyBlock(nn.Module):
             return out, None
         whole = whole[..., 0]
         solution = equilibrium.solution
-        batch = solution.converged.shape[0], -1
+        batch = len(tokens), self.log_beta.shape[0]
         return out, BlockReport(
             free_energy=(
                 equilibrium.free_energy.reshape(batch) if system.couplings.is_symmetric else None
@@ -382,7 +387,8 @@ class FreeEnergyBlock(nn.Module):
     def _systems(self, x: Tensor) -> Tensor:
         if self.heads == "mixed":
             return x
-        return x.unflatten(-1, (self.nhead, -1)).transpose(1, 2).contiguous()
+        heads = x.unflatten(-1, (self.nhead, self.d_model // self.nhead))
+        return heads.transpose(1, 2).contiguous()
 
     def _tokens(self, x: Tensor) -> Tensor:
         return x if self.heads == "mixed" else x.transpose(1, 2).flatten(-2)
@@ -397,13 +403,13 @@ class FreeEnergyBlock(nn.Module):
     def _respond(self, x: Tensor) -> Tensor:
         """The magnetization of free spins in the field x, token by token."""
         working = torch.promote_types(x.dtype, torch.float32)
-        spins = x.to(working).unflatten(-1, (len(self.log_beta), -1))
+        spins = x.to(working).unflatten(-1, (len(self.log_beta), self.site.dim))
         m = self.site.mean(self._beta_of_channels(working) * spins)
         return m.flatten(-2).to(x.dtype)
 
     def _lift(self, m: Tensor) -> Tensor:
         """The field whose free spins have magnetization m: the inverse of :meth:`_respond`."""
-        spins = m.unflatten(-1, (len(self.log_beta), -1))
+        spins = m.unflatten(-1, (len(self.log_beta), self.site.dim))
         b = self.site.inverse_response(spins)
         return (b / self._beta_of_channels(m.dtype)).flatten(-2)
 

@@ -8,7 +8,8 @@ undamped one of the returned value, and no failure is silent.
 * ``"plain"``: z <- z + damping (f(z) - z). One evaluation of f an iteration and nothing else. Where
   f is a contraction it is the fastest per second.
 * ``"anderson"``: Anderson mixing over the last five differences (Walker & Ni 2011, SIAM J. Numer.
-  Anal. 49, 1715). Fewer iterations near criticality; can be drawn to unstable fixed points.
+  Anal. 49, 1715), with plain steps where it stalls. Fewer iterations near criticality; can be
+  drawn to unstable fixed points.
 * ``"broyden"``: the good Broyden method of torchdeq, restarted every 40 steps to bound its memory.
   Quickest in iterations on strongly non-normal maps and dearest per iteration.
 """
@@ -35,6 +36,7 @@ Map = Callable[..., Tensor]
 
 _METHODS = ("plain", "anderson", "broyden")
 _WINDOW = 5
+_PATIENCE = 10
 _RESTART = 40
 
 
@@ -178,6 +180,7 @@ class _Record:
         self.value = initial
         self.tolerance, self.max_iterations, self.scale = tolerance, max_iterations, scale
         self.residual = initial.new_full(batch, torch.inf)
+        self.best, self.lowest = initial, self.residual
         self.iterations = torch.zeros(batch, dtype=torch.int64, device=initial.device)
         self.active = torch.ones(batch, dtype=torch.bool, device=initial.device)
         if wanted is not None:
@@ -201,11 +204,23 @@ class _Record:
             self.value = torch.where(active[..., None, None], z, self.value)
             self.residual = torch.where(active, residual, self.residual)
             self.iterations += active
+        better = residual <= self.lowest
+        if bool(better.all()):
+            self.best, self.lowest = z, residual
+        else:
+            self.best = torch.where(better[..., None, None], z, self.best)
+            self.lowest = torch.where(better, residual, self.lowest)
         # A comparison with NaN is false: a broken system stops here too, and has not converged.
         self.active = active & (residual > self.tolerance) & torch.isfinite(residual)
 
     def solution(self) -> Solution:
-        return Solution(self.value, self.residual, self.iterations, self.residual <= self.tolerance)
+        converged = self.residual <= self.tolerance
+        # An iteration that fails may have run away: the best that it met is worth more than the
+        # last. One that never met a number keeps its NaN.
+        failed = ~converged & torch.isfinite(self.residual)
+        value = torch.where(failed[..., None, None], self.best, self.value)
+        residual = torch.where(failed, self.lowest, self.residual)
+        return Solution(value, residual, self.iterations, converged)
 
 
 def _plain(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:
@@ -220,10 +235,13 @@ def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: fl
     z = record.value
     batch, size = z.shape[:-2], z.shape[-2] * z.shape[-1]
     # The last differences of the steps, and of z + damping * step, in a ring.
-    changes = z.new_empty(*batch, _WINDOW, size)
-    moves = z.new_empty(*batch, _WINDOW, size)
-    # Enough to make the normal equations solvable, far too little to slow convergence.
-    ridge = 10 * torch.finfo(z.dtype).eps * torch.eye(_WINDOW, dtype=z.dtype, device=z.device)
+    changes = z.new_zeros(*batch, _WINDOW, size)
+    moves = z.new_zeros(*batch, _WINDOW, size)
+    # Enough to make the normal equations solvable, far too little to slow convergence; heavier on
+    # older differences, so that of several that are parallel the latest, the most local, is used.
+    ages = torch.arange(_WINDOW, device=z.device)
+    ridge = 10 * torch.finfo(z.dtype).eps * 10.0 ** ages.to(z.dtype)
+    stale, strikes = torch.zeros_like(record.iterations), torch.zeros_like(record.iterations)
     previous: tuple[Tensor, Tensor] | None = None
     for count in itertools.count():
         if not record.running:
@@ -236,6 +254,15 @@ def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: fl
             torch.sub(step, previous[0], out=changes[..., (count - 1) % _WINDOW, :])
             torch.sub(new, previous[1], out=moves[..., (count - 1) % _WINDOW, :])
         previous = (step, new)
+        # Mixing may go round in circles. A system without a new lowest residual for some time
+        # forgets its differences and takes plain steps until there is one; when that happens
+        # again, for good, so that a contraction is sure to end.
+        stale = torch.where(record.residual <= record.lowest, 0, stale + 1)
+        strikes += stale == _PATIENCE
+        circling = (stale >= _PATIENCE) | (strikes > 1)
+        if bool(circling.any()):
+            changes.masked_fill_(circling[..., None, None], 0.0)
+            moves.masked_fill_(circling[..., None, None], 0.0)
         if count:
             k = min(count, _WINDOW)
             dg, dm = changes[..., :k, :], moves[..., :k, :]
@@ -243,12 +270,13 @@ def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: fl
             # Differences shrink as the iteration converges: compare directions, not lengths.
             length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
             length = torch.where(length > 0, length, 1.0)
-            gram = gram / (length[..., :, None] * length[..., None, :]) + ridge[:k, :k]
+            gram = gram / (length[..., :, None] * length[..., None, :])
+            gram = gram + torch.diag(ridge[(count - 1 - ages[:k]) % _WINDOW])
             factor, info = torch.linalg.cholesky_ex(gram)
             projections = (dg @ step[..., None]) / length[..., None]
             weights = torch.cholesky_solve(projections, factor) / length[..., None]
             mixed = new - (weights.mT @ dm)[..., 0, :]
-            usable = (info == 0) & torch.isfinite(weights).all(-1).all(-1)
+            usable = (info == 0) & torch.isfinite(weights).all(-1).all(-1) & ~circling
             new = torch.where(usable[..., None], mixed, new)
         z = new.reshape(z.shape)
 
@@ -256,32 +284,22 @@ def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: fl
 def _broyden(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:
     shape = record.value.shape
     rows = (record.active.numel(), shape[-2] * shape[-1])  # one a system, as torchdeq wants it
-    best, lowest = record.value, record.residual
 
     def observed(flat: Tensor) -> Tensor:
-        nonlocal best, lowest
         z = flat.reshape(shape)
-        active = record.active
-        if not bool(active.any()):
+        if not bool(record.active.any()):
             return flat
         step = function(z) - z
         record.observe(z, step)
-        better = active & (record.residual <= lowest)
-        best = torch.where(better[..., None, None], z, best)
-        lowest = torch.where(better, record.residual, lowest)
         # A system that is done shows no residual, which freezes it; when all are, torchdeq stops.
         step = torch.where(record.active[..., None, None], step, 0.0)
         return flat + damping * step.reshape(flat.shape)
 
     while record.running:
-        start = torch.where(record.active[..., None, None], best, record.value)
+        start = torch.where(record.active[..., None, None], record.best, record.value)
         left = min(_RESTART, record.max_iterations - record.evaluations - 1)
         if left < 1:
             observed(start.reshape(rows))
             break
         # Nothing is below this tolerance but a batch of frozen systems.
         broyden_solver(observed, start.reshape(rows), max_iter=left, tol=1e-300)
-    # A Newton-like step can be worse than the one before: where it did not converge, take the best.
-    failed = ~(record.residual <= record.tolerance) & torch.isfinite(lowest)
-    record.value = torch.where(failed[..., None, None], best, record.value)
-    record.residual = torch.where(failed, lowest, record.residual)

@@ -236,6 +236,10 @@ def test_a_sequence_with_nan_keeps_it(x):
             {"approximation": "steepest_descent", "couplings": "symmetric", "steps": 2},
             "steps=None",
         ),
+        (
+            {"approximation": "steepest_descent", "couplings": "symmetric", "initial": "learned"},
+            "initial=None",
+        ),
         ({"couplings": "fixed"}, "num_spins"),
         ({"num_spins": 4}, "num_spins=4"),
         ({"steps": 0}, "steps=0"),
