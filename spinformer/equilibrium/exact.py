@@ -81,7 +81,7 @@ class Exact:
     The cost is :math:`2^N` per system for an enumeration, the square of the number of points
     (D = 2: the number itself) for a quadrature, :math:`N^3` otherwise, on dense couplings.
 
-    Raises (in :meth:`solve`):
+    Raises:
         ValueError: asymmetric couplings; a system outside the list above; Gaussian spins whose
             :math:`\beta J` has an eigenvalue of 1 / variance or more.
         ConvergenceError: a quadrature or a ring that does not reach the tolerance.

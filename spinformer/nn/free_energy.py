@@ -53,8 +53,8 @@ class FreeEnergyBlock(nn.Module):
             parameter for ``num_spins`` tokens).
         heads: ``"split"``: each head is a spin system of dimension d_model / nhead with scalar
             couplings, acting on its channels. ``"mixed"`` (mean field only): one system of
-            dimension d_model with :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`, multi-head attention with its
-            projections inside the field; with ``"symmetric"`` or ``"fixed"`` couplings
+            dimension d_model with :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`, multi-head attention
+            with its projections inside the field; with ``"symmetric"`` or ``"fixed"`` couplings
             :math:`O_h = V_h^{\mathsf T}`, so that a free energy exists.
         stream: what flows between blocks. ``"plain"``: field in, magnetization out.
             ``"magnetization"``: magnetization in (strictly inside the ball, else ``ValueError``),
@@ -164,7 +164,8 @@ class FreeEnergyBlock(nn.Module):
 
         self.d_model, self.nhead = d_model, nhead
         self.couplings, self.heads, self.stream = couplings, heads, stream
-        self.steps, self.damping, self.on_failure = steps, damping, on_failure
+        self.steps, self.damping = steps, damping
+        self.tolerance = 0.0 if tolerance is None else tolerance
         self.approximation: MeanField | SteepestDescent
         if approximation == "mean_field":
             self.approximation = MeanField(solver, damping, tolerance, max_iterations, on_failure)
@@ -354,8 +355,7 @@ class FreeEnergyBlock(nn.Module):
                 change = (step(m, *inputs) - m).abs() / system.site.scale
                 residual = change.flatten(-2).amax(-1) if change.numel() else residual * 0
         iterations = torch.full_like(system.beta, self.steps, dtype=torch.int64)
-        tolerance = self.approximation.fixed_point.tolerance or 0.0
-        solution = Solution(m, residual, iterations, residual <= tolerance)
+        solution = Solution(m, residual, iterations, residual <= self.tolerance)
         return MeanFieldEquilibrium(system, solution)
 
     def _start(self, normalized: Tensor, system: SpinSystem) -> Tensor | None:

@@ -271,9 +271,9 @@ class Gaussian(SiteLaw):
         strength = self.variance * largest.detach()
         if bool((strength >= 1).any()):
             raise ValueError(
-                "Gaussian spins exist while all eigenvalues of variance * beta * J are below 1: the "
-                f"largest eigenvalue is {float(strength.max()):.6g}. Lower beta, the couplings "
-                "or the variance, or use Sphere, whose spins cannot grow"
+                "Gaussian spins exist while variance * beta * J has no eigenvalue above 1: the "
+                f"largest eigenvalue is {float(strength.max()):.6g}. Lower beta, the couplings or "
+                "the variance, or use Sphere, whose spins cannot grow"
             )
 
     def log_partition(self, b: Tensor) -> Tensor:
