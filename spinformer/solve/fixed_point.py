@@ -162,7 +162,8 @@ def _size(state: Tensor) -> Tensor:
     """Largest entry of each system; zero for a system with no sites."""
     if state.shape[-1] * state.shape[-2] == 0:
         return state.new_zeros(state.shape[:-2])
-    return state.abs().amax((-2, -1))
+    # Two reductions without a copy of the state, which abs() would make.
+    return torch.maximum(state.amax((-2, -1)), -state.amin((-2, -1)))
 
 
 class _Record:
@@ -218,6 +219,8 @@ class _Record:
         # An iteration that fails may have run away: the best that it met is worth more than the
         # last. One that never met a number keeps its NaN.
         failed = ~converged & torch.isfinite(self.residual)
+        if not bool(failed.any()):
+            return Solution(self.value, self.residual, self.iterations, converged)
         value = torch.where(failed[..., None, None], self.best, self.value)
         residual = torch.where(failed, self.lowest, self.residual)
         return Solution(value, residual, self.iterations, converged)
@@ -275,9 +278,9 @@ def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: fl
             factor, info = torch.linalg.cholesky_ex(gram)
             projections = (dg @ step[..., None]) / length[..., None]
             weights = torch.cholesky_solve(projections, factor) / length[..., None]
-            mixed = new - (weights.mT @ dm)[..., 0, :]
             usable = (info == 0) & torch.isfinite(weights).all(-1).all(-1) & ~circling
-            new = torch.where(usable[..., None], mixed, new)
+            weights = torch.where(usable[..., None, None], weights, 0.0)
+            new = new - (weights.mT @ dm)[..., 0, :]
         z = new.reshape(z.shape)
 
 

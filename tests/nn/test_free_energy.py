@@ -1,13 +1,15 @@
 """The free-energy block is the spin system that it says it is. (Contracts are elsewhere.)"""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import spinformer as sf
-from spinformer.nn import FreeEnergyBlock
+from spinformer.nn import Encoder, FreeEnergyBlock
 from spinformer.nn.couplings import HeadMixture, Heads
 
 F64 = torch.float64
@@ -156,6 +158,34 @@ def test_field_stream_carries_the_conjugate_field(x):
     out, report = block(x, return_report=True)
     site = sf.Sphere(D // H)
     torch.testing.assert_close(site.mean(0.7 * heads_of(out)), report.magnetization)
+
+
+def test_stack_of_fields_ends_with_the_response(x):
+    encoder = Encoder(block_of(stream="field"), 2)
+    first, last = encoder.layers
+    torch.testing.assert_close(encoder(x), last.readout(last(first(x))))
+    assert (encoder(x).unflatten(-1, (H, -1)).norm(dim=-1) < 2).all()  # the radius
+
+
+def test_stack_of_magnetizations_starts_in_the_ball(x):
+    encoder = Encoder(block_of(stream="magnetization"), 2)
+    first, last = encoder.layers
+    # 10 x is far outside the ball; its response is not.
+    torch.testing.assert_close(encoder(10 * x), last(first(first.embed(10 * x))))
+
+
+def test_nothing_outlives_a_forward_without_backward(x):
+    """Without the help of the garbage collector: no cycle holds the graph."""
+    block = block_of(dim_feedforward=6)
+    hidden = x.requires_grad_() * 1
+    alive = weakref.ref(hidden)
+    gc.disable()
+    try:
+        out = block(hidden)
+        del hidden, out
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_magnetization_stream_lifts_what_it_reads(x):
