@@ -15,8 +15,7 @@ the border of the cone and towards infinity. With :math:`A = V^{-1}` and :math:`
     2\,\Phi'' = P = A \circ (A + 2 \mu\mu^{\mathsf T}),
 
 where :math:`\circ` multiplies entry by entry and :math:`\mu\mu^{\mathsf T}` is the Gram matrix of
-the rows of :math:`\mu`. :func:`minimize_in_cone` finds one :math:`\tau_i` a site,
-:func:`minimize_shared` the minimum over equal :math:`\tau_i`.
+the rows of :math:`\mu`.
 
 Two methods share the work. Most systems take a few full steps from a start that is right for
 weakly correlated entries of K. Those that it does not suit are solved again in float64 along the
@@ -25,9 +24,8 @@ the Newton decrement says that the minimum for the present :math:`\nu` is near. 
 a cold system (large K) would need hundreds of steps, as V must come within O(1) of a singular
 matrix with entries of the size of K.
 
-Sources: Nesterov & Nemirovskii, Interior-Point Polynomial Algorithms (SIAM 1994), for
-self-concordance (:math:`2\Phi` is) and the central path; Gander, Golub & von Matt 1989, Lin. Alg.
-Appl. 114, 815, for secular equations.
+Source: Nesterov & Nemirovskii, Interior-Point Polynomial Algorithms (SIAM 1994), for
+self-concordance (:math:`2\Phi` is) and the central path.
 """
 
 from __future__ import annotations
@@ -38,19 +36,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spinformer.solve.positive import (
+    cholesky_inverse,
+    cone_hessian,
+    positive_factor,
+    positive_inverse_,
+)
 from spinformer.solve.solution import Solution
 
-__all__ = [
-    "MAX_ITERATIONS",
-    "ConeMinimum",
-    "SharedMinimum",
-    "cone_hessian",
-    "minimize_in_cone",
-    "minimize_shared",
-    "positive_factor",
-    "positive_inverse_",
-    "rotate",
-]
+__all__ = ["MAX_ITERATIONS", "ROUNDING", "ConeMinimum", "minimize_in_cone"]
 
 MAX_ITERATIONS = 60
 # A system that the quick method does not finish in this many steps is left to the path.
@@ -64,7 +58,7 @@ _NEAR = 0.1
 # Trial steps of the line search: two powers of 1 / 0.6 above the full step, then down to nothing.
 _LINE_START, _LINE_SHRINK, _LINE_TRIALS = 0.6**-2, 0.6, 60
 # Rounding limit of the residual as a multiple of eps * cond(V); see `_rounding`.
-_ROUNDING = 10.0
+ROUNDING = 10.0
 # Largest error of A that a quick solve may have: what fails is solved again with more digits.
 _QUICK_ERROR = {torch.float32: 1e-4, torch.float64: 1e-11}
 
@@ -93,127 +87,6 @@ class ConeMinimum:
     log_det: Tensor
     value: Tensor
     broken: Tensor
-
-
-@dataclass(frozen=True)
-class SharedMinimum:
-    r"""The minimum of :math:`\Phi` over equal :math:`\tau_i`, in the eigenbasis of K.
-
-    Attributes:
-        solution: :math:`\tau` (...) with residual
-            :math:`|\overline{A_{ii} + |\mu_i|^2} - 1|`, the mean over present sites.
-        gaps: :math:`\tau - \lambda_k` (..., N), without cancellation.
-        vectors: U (..., N, N), or (N, N) for all systems.
-        rotated: :math:`U^{\mathsf T} b` (..., N, D).
-        weights: :math:`\sum_{i\ \mathrm{present}} U_{ik}^2` (..., N).
-        count: number of present sites (...).
-        log_det: of :math:`\tau - K` over present sites (...).
-        value: :math:`\Phi` at its minimum (...).
-        broken: as in :class:`ConeMinimum`.
-    """
-
-    solution: Solution
-    gaps: Tensor
-    vectors: Tensor
-    rotated: Tensor
-    weights: Tensor
-    count: Tensor
-    log_det: Tensor
-    value: Tensor
-    broken: Tensor
-
-
-# -- positive-definite linear algebra -------------------------------------------------------------
-
-
-def positive_inverse_(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Replace positive-definite matrices (B, N, N) by their inverses, in place.
-
-    Recursive inversion by blocks,
-
-    .. math:: \begin{pmatrix} P & Q^{\mathsf T} \\ Q & R \end{pmatrix}^{-1} =
-              \begin{pmatrix} P^{-1} + W^{\mathsf T} S^{-1} W & -W^{\mathsf T} S^{-1} \\
-                              -S^{-1} W & S^{-1} \end{pmatrix},\quad
-              W = Q P^{-1},\ S = R - W Q^{\mathsf T},
-
-    down to blocks small enough for Cholesky. It is the same elimination as Cholesky's, with nearly
-    all of its 4/3 N^3 multiplications in matrix products: 1.6 times faster on a CPU than
-    Cholesky followed by ``torch.cholesky_inverse`` at N = 256. The price is rounding: errors grow
-    with the condition numbers of both P and the whole matrix, not of the matrix alone, so
-    the answer needs a check (``_inverse_error``). In place, because on a CPU the first touch of
-    new memory costs as much as the arithmetic of half a product.
-
-    Returns:
-        log det (B,), and whether the matrix was positive definite (B,); where it was not, what is
-        left in its place means nothing.
-    """
-    size = matrix.shape[-1]
-    leaf = 32 if matrix.device.type == "cpu" else 256
-    if size <= leaf:
-        inverse, log_det, good = _cholesky_inverse(matrix)
-        matrix.copy_(inverse)
-        return log_det, good
-    half = leaf
-    while 2 * half < size:
-        half *= 2
-    corner, rest = matrix[:, :half, :half], matrix[:, half:, half:]
-    upper, lower = matrix[:, :half, half:], matrix[:, half:, :half]
-    corner_log_det, corner_good = positive_inverse_(corner)
-    torch.bmm(upper.mT, corner, out=lower)  # W
-    rest.baddbmm_(lower, upper, alpha=-1)  # S
-    rest_log_det, rest_good = positive_inverse_(rest)
-    torch.bmm(lower.mT, rest, out=upper)
-    corner.baddbmm_(upper, lower)
-    torch.neg(upper.mT, out=lower)
-    upper.neg_()
-    return corner_log_det + rest_log_det, corner_good & rest_good
-
-
-def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse, log det and success as :func:`positive_inverse_`, with the least rounding."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    good = info == 0
-    if not bool(good.all()):
-        # torch refuses to invert a factor with a zero on its diagonal.
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        factor = torch.where(good[..., None, None], factor, identity)
-    log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.cholesky_inverse(factor), log_det, good
-
-
-def positive_factor(matrix: Tensor) -> Tensor:
-    """Cholesky factor of positive-definite matrices (..., N, N).
-
-    A matrix that rounding has made indefinite gets the smallest of a series of tenfold multiples of
-    its own diagonal added, from rounding upwards, that makes it definite.
-    """
-    factor: Tensor
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    ridge = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
-    while bool((info > 0).any()) and ridge < 1:
-        failed = info > 0
-        raised = matrix[failed]
-        raised.diagonal(dim1=-2, dim2=-1).mul_(1 + ridge)
-        factor[failed], info[failed] = torch.linalg.cholesky_ex(raised)
-        ridge *= 10
-    return factor
-
-
-def cone_hessian(
-    inverse: Tensor,
-    response: Tensor,
-    weight: float | Tensor = 1.0,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    r""":math:`A\circ(\nu A + 2\mu\mu^{\mathsf T})`, twice the Hessian of :math:`\Phi`."""
-    gram = torch.matmul(response, response.mT, out=out)
-    if isinstance(weight, Tensor):
-        return gram.mul_(2).add_(weight[..., None, None] * inverse).mul_(inverse)
-    return gram.mul_(2).add_(inverse, alpha=weight).mul_(inverse)
-
-
-# -- one tau a site -------------------------------------------------------------------------------
 
 
 def minimize_in_cone(
@@ -363,7 +236,7 @@ def _evaluate(
     """
     v = _shifted(tau, matrix, None if reuse is None else reuse.inverse)
     if stable:
-        inverse, log_det, inside = _cholesky_inverse(v)
+        inverse, log_det, inside = cholesky_inverse(v)
     else:
         log_det, inside = positive_inverse_(v)
         inverse = v
@@ -502,7 +375,7 @@ def _path(
     rows = torch.arange(len(b), device=b.device)
     state = everything
     while True:
-        limit = _ROUNDING * _rounding(state, row_sums)
+        limit = ROUNDING * _rounding(state, row_sums)
         state.done = state.residual <= limit.clamp_min(tolerance)
         if state is not everything:
             everything.put(rows, state)
@@ -579,134 +452,3 @@ def _line_search(
             break
         trial *= _LINE_SHRINK
     return length
-
-
-# -- one tau for all sites ------------------------------------------------------------------------
-
-
-def minimize_shared(
-    values: Tensor,
-    vectors: Tensor,
-    b: Tensor,
-    *,
-    scale: Tensor | None = None,
-    absent: Tensor | None = None,
-    tolerance: float | None = None,
-    max_iterations: int = MAX_ITERATIONS,
-) -> SharedMinimum:
-    r"""Minimize :math:`\Phi` over equal :math:`\tau_i = \tau`; not differentiable.
-
-    In the eigenbasis of K the condition is a scalar, decreasing function of the gap
-    :math:`g = \tau - \lambda_{\max} > 0`,
-
-    .. math:: \frac1n \sum_k \frac{w_k}{g + \delta_k} + \frac{|\tilde b_k|^2}{(g + \delta_k)^2} = 1,
-              \qquad \delta_k = \lambda_{\max} - \lambda_k,
-
-    and is solved for g, not :math:`\tau`: nothing cancels, however cold the system. Newton's method
-    on the reciprocal of the left side, safeguarded by a bracket.
-
-    Args:
-        values: eigenvalues (..., N) of a symmetric matrix, ascending.
-        vectors: eigenvectors (..., N, N) in columns. Without leading axes they serve all systems.
-        b: (..., N, D), zero at absent sites.
-        scale: positive factors (...): K is ``scale`` times the matrix. None is 1.
-        absent: bool (..., N). The rows and columns of the matrix must be zero there.
-        tolerance: of the residual; None is 1e-12 in float64 and 1e-5 in float32.
-        max_iterations: steps, each O(N).
-
-    Returns:
-        the :class:`SharedMinimum`.
-
-    Cost: one product with the eigenvectors, O(N^2 D).
-    """
-    dtype = b.dtype
-    if tolerance is None:
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    # More than the tolerance costs nothing here.
-    goal = min(tolerance, 64 * torch.finfo(dtype).eps)
-    rotated = rotate(vectors.mT, b)
-    squares = rotated.square().sum(-1)
-    batch, n = squares.shape[:-1], squares.shape[-1]
-    values = values if scale is None else scale[..., None] * values
-    values = values.expand(*batch, n)
-    if absent is None:
-        weights = torch.ones_like(squares)
-        count = torch.full(batch, float(n), dtype=dtype, device=b.device)
-    else:
-        present = (~absent).to(dtype)
-        weights = (vectors.mT.square() @ present[..., None])[..., 0].expand(*batch, n)
-        count = present.sum(-1).expand(batch)
-    broken = ~torch.isfinite(squares.sum(-1) + values.sum(-1))
-    if bool(broken.any()):
-        squares = squares.masked_fill(broken[..., None], 0.0)
-        rotated = rotated.masked_fill(broken[..., None, None], 0.0)
-        values = values.masked_fill(broken[..., None], 0.0)
-        weights = weights.nan_to_num(1.0).masked_fill(broken[..., None], 1.0)
-
-    number = count.clamp_min(1)
-    empty = count == 0  # nothing to solve: any tau will do
-    highest = _last(values)
-    deltas = highest[..., None] - values
-    mean_square = squares.sum(-1) / number
-    top, top_weight = _last(squares) / number, _last(weights) / number
-    low = (top_weight + torch.sqrt(top_weight.square() + 4 * top)) / 2
-    high = (1 + torch.sqrt(1 + 4 * mean_square)) / 2
-    gap = high.clone()
-    steps = torch.zeros(batch, dtype=torch.int64, device=b.device)
-    while True:
-        reciprocal = 1 / (gap[..., None] + deltas)
-        single = weights * reciprocal
-        double = squares * reciprocal.square()
-        total = (single + double).sum(-1) / number
-        residual = (total - 1).abs()
-        going = (residual > goal) & (steps < max_iterations) & ~empty
-        # The bracket is the last resort of rounding: between neighbours there is no better gap.
-        low = torch.where(total >= 1, torch.maximum(low, gap), low)
-        high = torch.where(total <= 1, torch.minimum(high, gap), high)
-        going &= high - low > 2 * torch.finfo(dtype).eps * high
-        if not bool(going.any()):
-            break
-        slope = ((single + 2 * double) * reciprocal).sum(-1) / number
-        new = gap + total * (total - 1) / slope
-        new = torch.where((new > low) & (new < high), new, (low * high).sqrt())
-        gap = torch.where(going, new, gap)
-        steps += going
-
-    gaps = gap[..., None] + deltas
-    tau = gap + highest
-    log_det = (weights * gaps.log()).sum(-1)
-    field = (squares / gaps).sum(-1)
-    value = (count * (tau - 1) - log_det + field) / 2
-    residual = torch.where(empty, 0.0, residual)
-    limit = _ROUNDING * torch.finfo(dtype).eps
-    converged = (residual <= max(tolerance, limit)) | ((residual < math.inf) & (high <= low))
-    solution = Solution(
-        tau.masked_fill(broken, torch.nan),
-        residual.masked_fill(broken, torch.nan),
-        steps,
-        converged & ~broken,
-    )
-    return SharedMinimum(
-        solution,
-        gaps,
-        vectors,
-        rotated,
-        weights,
-        count,
-        log_det,
-        value.masked_fill(broken, torch.nan),
-        broken,
-    )
-
-
-def _last(rows: Tensor) -> Tensor:
-    """The last entry of each row, zero of an empty one."""
-    return rows[..., -1] if rows.shape[-1] else rows.sum(-1)
-
-
-def rotate(matrix: Tensor, state: Tensor) -> Tensor:
-    """matrix @ state for one matrix (N, N), as one product for all systems."""
-    if matrix.ndim > 2 or state.ndim <= 2:
-        return matrix @ state
-    columns = state.movedim(-2, 0)
-    return (matrix @ columns.flatten(1)).reshape(columns.shape).movedim(0, -2)

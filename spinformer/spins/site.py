@@ -143,11 +143,10 @@ class Sphere(SiteLaw):
             ``"large_d"`` is sqrt(D/2 - 1), for D > 2.
     """
 
+    radius: float
+
     def __init__(self, dim: int, radius: Radius = None) -> None:
-        if not isinstance(dim, int) or dim < 2:
-            raise ValueError(f"dim={dim!r}: a sphere needs an integer dim >= 2; use Ising() for 1")
-        self.dim = dim
-        self.radius: float = _radius(dim, radius)
+        self.dim, self.radius = _sphere(dim, radius)
 
     def __repr__(self) -> str:
         return f"Sphere(dim={self.dim}, radius={self.radius:g})"
@@ -192,11 +191,10 @@ class LargeDSphere(SiteLaw):
     error. Arguments as :class:`Sphere`.
     """
 
+    radius: float
+
     def __init__(self, dim: int, radius: Radius = None) -> None:
-        if not isinstance(dim, int) or dim < 2:
-            raise ValueError(f"dim={dim!r}: a sphere needs an integer dim >= 2; use Ising() for 1")
-        self.dim = dim
-        self.radius: float = _radius(dim, radius)
+        self.dim, self.radius = _sphere(dim, radius)
 
     def __repr__(self) -> str:
         return f"LargeDSphere(dim={self.dim}, radius={self.radius:g})"
@@ -298,16 +296,19 @@ class Gaussian(SiteLaw):
         return self.variance * b + math.sqrt(self.variance) * noise
 
 
-def _radius(dim: int, radius: Radius) -> float:
+def _sphere(dim: int, radius: Radius) -> tuple[int, float]:
+    """The dimension and the length of a sphere's spins, checked."""
+    if not isinstance(dim, int) or dim < 2:
+        raise ValueError(f"dim={dim!r}: a sphere needs an integer dim >= 2; use Ising() for 1")
     if radius is None:
-        return math.sqrt(dim)
+        return dim, math.sqrt(dim)
     if radius == "large_d":
         if dim <= 2:
             raise ValueError(f"radius='large_d' is sqrt(D/2 - 1) and needs dim > 2, got dim={dim}")
-        return math.sqrt(dim / 2 - 1)
+        return dim, math.sqrt(dim / 2 - 1)
     if isinstance(radius, str) or not (radius > 0 and math.isfinite(radius)):
         raise ValueError(f"radius={radius!r} must be None, 'large_d' or a positive finite number")
-    return float(radius)
+    return dim, float(radius)
 
 
 def _check_inside(m: Tensor, radius: float) -> None:

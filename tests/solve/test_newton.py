@@ -5,14 +5,9 @@ import math
 import pytest
 import torch
 
-from spinformer.solve.newton import (
-    MAX_ITERATIONS,
-    cone_hessian,
-    minimize_in_cone,
-    minimize_shared,
-    positive_factor,
-    positive_inverse_,
-)
+from spinformer.solve.newton import MAX_ITERATIONS, minimize_in_cone
+from spinformer.solve.positive import cone_hessian, positive_factor, positive_inverse_
+from spinformer.solve.secular import minimize_shared
 
 F64 = torch.float64
 EPS = torch.finfo(F64).eps
