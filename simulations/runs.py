@@ -7,6 +7,7 @@ of all that decides its outcome, so that an interrupted study goes on where it s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -29,12 +30,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import spinformer
 from simulations.data import Dataset
 from simulations.models import recipe
 from simulations.training import DivergedError, Job, train
 
-# Raise it when a change to the training or the measuring makes earlier records incomparable.
-PROTOCOL = 1
 _REPORT_EVERY = 0.2  # seconds between two messages of a worker
 
 
@@ -57,6 +57,17 @@ def write_json(path: Path, content: Any) -> None:
         partial.write_text(text + "\n", encoding="utf-8")
 
 
+@functools.lru_cache(maxsize=1)
+def _code() -> str:
+    """Hash of the library's and the studies' sources: after an edit, earlier runs don't count."""
+    digest = hashlib.sha256()
+    for package in (Path(spinformer.__file__).parent, Path(__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 class RunStore:
     """The finished runs of a study in a directory: ``runs/NAME.json`` and ``runs/NAME.pt``.
 
@@ -72,7 +83,8 @@ class RunStore:
     def identity(self, job: Job) -> dict[str, Any]:
         """All that decides a run's outcome; two jobs with equal identities are one run."""
         return {
-            "protocol": PROTOCOL,
+            "code": _code(),
+            "torch": torch.__version__,
             "job": job.settings(),
             "block": recipe(job.block),
             "sources": self.sources[job.task],

@@ -30,7 +30,7 @@ _PIXEL_MEAN, _PIXEL_STD = 0.1307, 0.3081
 _EVALUATION_BATCH = 128
 
 # One stream of random numbers for each purpose.
-_INIT, _ORDER, _AUGMENT, _DROPOUT = range(4)
+_INIT, _ORDER, _AUGMENT, _DROPOUT, _BLOCKS = range(5)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,7 @@ def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.AdamW:
 def evaluate(model: Classifier, dataset: Dataset, examples: Examples) -> dict[str, float]:
     """Mean cross-entropy (nats) and accuracy over one side of the split."""
     loss, hits = 0.0, 0
+    model.eval()
     with torch.no_grad():
         for batch in evaluation_batches(dataset, examples):
             logits = model(batch)
@@ -203,6 +204,7 @@ def examine(model: Classifier, dataset: Dataset, examples: Examples) -> dict[str
     loss, hits = 0.0, 0
     ranks: list[Tensor] = []
     collected: list[list[dict[str, Tensor]]] = []
+    model.eval()
     with torch.no_grad():
         for batch in evaluation_batches(dataset, examples):
             trace = model.trace(batch)
@@ -215,13 +217,14 @@ def examine(model: Classifier, dataset: Dataset, examples: Examples) -> dict[str
         for entries in zip(*collected, strict=True)
     ]
     solved = [layer for layer in layers if "residual" in layer]
+    worst = max((float(layer["residual"].max()) for layer in solved), default=math.nan)
     return {
         "loss": loss / len(examples),
         "accuracy": hits / len(examples),
         "examples": len(examples),
         "iterations_mean": _mean([layer["iterations"].double().mean() for layer in solved]),
         "iterations_max": max((int(layer["iterations"].max()) for layer in solved), default=None),
-        "residual_worst": max((float(layer["residual"].max()) for layer in solved), default=None),
+        "residual_worst": worst if math.isfinite(worst) else None,
         "converged": _mean([layer["converged"].double().mean() for layer in solved]),
         "depth": {
             "rank": torch.cat(ranks, dim=-1).double().mean(dim=-1).tolist(),
@@ -287,6 +290,15 @@ def train(
     Raises:
         DivergedError: if the loss is no longer finite.
     """
+    # Dropout inside a block draws from the global state, which is put back.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator_for(job.seed, _BLOCKS).initial_seed())
+        return _train(job, dataset, progress)
+
+
+def _train(
+    job: Job, dataset: Dataset, progress: Callable[[int, dict[str, float] | None], None]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     torch.set_num_threads(job.threads)
     budget = job.budget
     model = Classifier.build(
@@ -311,6 +323,7 @@ def train(
     memory = PeakMemory()
     for step in range(1, budget.steps + 1):
         batch = next(batches)
+        model.train()
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = F.cross_entropy(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-OnFailure = Literal["raise", "warn", "ignore"]
+OnFailure = Literal["raise", "warn", "ignore"] | Callable[[str], None]
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -28,6 +29,24 @@ class ConvergenceError(SpinformerError, RuntimeError):
 
 class ConvergenceWarning(UserWarning):
     """An iteration stopped before it reached its tolerance, and the caller asked to go on."""
+
+
+class WarnOnce:
+    """A policy for ``on_failure``: the first failure warns, later ones are silent."""
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def __call__(self, message: str) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(message, ConvergenceWarning, stacklevel=4)
+
+
+def check_on_failure(on_failure: OnFailure) -> None:
+    """Raise ``ValueError`` unless ``on_failure`` is a name of a policy or a function."""
+    if not callable(on_failure):
+        check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

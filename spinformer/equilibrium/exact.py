@@ -43,7 +43,7 @@ from spinformer.errors import strict_options
 from spinformer.solve.solution import Solution
 from spinformer.spins.site import Gaussian, Ising, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
-from spinformer.thermo.equilibrium import DerivedEquilibrium, Equilibrium
+from spinformer.thermo.equilibrium import DerivedEquilibrium, Equilibrium, outside_inference_mode
 
 __all__ = ["Exact"]
 
@@ -106,6 +106,7 @@ class Exact:
         self.tolerance = tolerance
         self.max_enumerated = max_enumerated
 
+    @outside_inference_mode
     def solve(self, system: SpinSystem, initial: Tensor | None = None) -> Equilibrium:
         """The exact equilibrium of every system of the batch.
 

@@ -11,6 +11,8 @@ state, and no free energy. The map contracts if :math:`\beta \lVert J\rVert_2 R^
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from functools import cached_property
 
@@ -23,9 +25,9 @@ from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Couplings
 from spinformer.spins.site import Gaussian, SiteLaw
 from spinformer.spins.system import SpinSystem
-from spinformer.thermo.equilibrium import Equilibrium
+from spinformer.thermo.equilibrium import Equilibrium, in_solving_mode, observable
 
-__all__ = ["MeanField", "MeanFieldEquilibrium", "mean_field_map"]
+__all__ = ["MeanField", "MeanFieldEquilibrium", "check_initial", "mean_field_map"]
 
 
 def mean_field_map(site: SiteLaw, couplings: Couplings) -> Callable[..., Tensor]:
@@ -81,36 +83,37 @@ class MeanField:
             ConvergenceError: with ``on_failure="raise"``.
             ValueError: Gaussian spins beyond their stability limit.
         """
-        site = system.site
-        if isinstance(site, Gaussian) and system.couplings.is_symmetric:
-            site.check_stable(system.beta * system.couplings.largest_eigenvalue())
-        field, beta = system.field, system.beta[..., None, None]
-        # A broken system must not reach the gradients of parameters that it shares with others.
-        finite = torch.isfinite(field.detach()).all(-1).all(-1)
-        broken = not bool(finite.all())
-        if broken:
-            field = torch.where(finite[..., None, None], field, 0.0)
-        if initial is None:
-            start = site.mean(beta * field)
-        else:
-            start = _check_initial(initial, system)
-        solution = self.fixed_point.solve(
-            mean_field_map(site, system.couplings),
-            start,
-            (field, beta, *system.couplings.tensors()),
-            scale=site.scale,
-        )
-        if broken:
-            solution = Solution(
-                torch.where(finite[..., None, None], solution.value, torch.nan),
-                torch.where(finite, solution.residual, torch.nan),
-                solution.iterations,
-                solution.converged & finite,
-            )
-            solution.check(
-                self.fixed_point.on_failure, "mean field", "The field of a system is not finite."
-            )
-        return MeanFieldEquilibrium(system, solution)
+        if isinstance(system.site, Gaussian) and system.couplings.is_symmetric:
+            system.site.check_stable(system.beta * system.couplings.largest_eigenvalue())
+        options = self.fixed_point
+        if options.tolerance is None:
+            # A component may be sqrt(D) times the unit of the residual, and so may its rounding.
+            finfo = torch.finfo(system.field.dtype)
+            usual = 1e-10 if finfo.bits == 64 else 1e-5
+            rounding = 4 * finfo.eps * math.sqrt(system.dim)
+            options = dataclasses.replace(options, tolerance=max(usual, rounding))
+        if initial is not None:
+            initial = check_initial(initial, system)
+        solution, broken = _iterate(system, initial, options), None
+        if not bool(torch.isfinite(solution.residual).all()):
+            system, broken = system.isolated()
+            if broken is not None:
+                solution = _iterate(system, initial, options)
+        equilibrium = MeanFieldEquilibrium(system, solution, broken)
+        options.check(equilibrium.solution)
+        return equilibrium
+
+
+def _iterate(system: SpinSystem, initial: Tensor | None, options: FixedPoint) -> Solution:
+    beta = system.beta[..., None, None]
+    start = system.site.mean(beta * system.field) if initial is None else initial
+    return options.solve(
+        mean_field_map(system.site, system.couplings),
+        start,
+        (system.field, beta, *system.couplings.tensors()),
+        scale=system.site.scale,
+        check=False,
+    )
 
 
 class MeanFieldEquilibrium(Equilibrium):
@@ -121,31 +124,37 @@ class MeanFieldEquilibrium(Equilibrium):
     """
 
     @property
+    @observable
     def magnetization(self) -> Tensor:
         return self.solution.value
 
     @cached_property
+    @in_solving_mode
     def _field(self) -> Tensor:
         """Total dimensionless field b on every spin."""
         system = self.system
         return system.beta[..., None, None] * system.force(self.magnetization)
 
     @cached_property
+    @in_solving_mode
     def _pair_energy(self) -> Tensor:
         m = self.magnetization
         return -(m * self.system.couplings.apply(m)).sum((-2, -1)) / 2
 
-    @cached_property
+    @property
+    @observable
     def log_partition(self) -> Tensor:
         self.system.require_symmetric("The mean-field free energy")
         one_spin = self.system.site.log_partition(self._field).sum(-1)
         return one_spin + self.system.beta * self._pair_energy
 
     @property
+    @observable
     def internal_energy(self) -> Tensor:
         self.system.require_symmetric("The mean-field energy")
         return self._pair_energy - (self.system.field * self.magnetization).sum((-2, -1))
 
+    @observable
     def specific_heat(self) -> Tensor:
         self.system.require_symmetric("The mean-field specific heat")
         force = self.system.force(self.magnetization)
@@ -153,6 +162,7 @@ class MeanFieldEquilibrium(Equilibrium):
         return self.system.beta * heat
 
     @cached_property
+    @in_solving_mode
     def _covariance(self) -> Tensor:
         """Covariance of every spin in its field (..., N, D, D), zero at absent sites."""
         covariance = self.system.site.covariance(self._field)
@@ -161,6 +171,7 @@ class MeanFieldEquilibrium(Equilibrium):
         return covariance
 
     @cached_property
+    @in_solving_mode
     def _jacobian(self) -> Tensor:
         """df/dm = beta C J as (..., N D, N D)."""
         dense = self.system.couplings.to_dense()
@@ -172,6 +183,7 @@ class MeanFieldEquilibrium(Equilibrium):
         product = self.system.beta[..., None, None, None, None] * product
         return product.reshape(*self.system.batch_shape, n * d, n * d)
 
+    @observable
     def susceptibility(self) -> Tensor:
         r""":math:`\chi = \beta (1 - \beta C J)^{-1} C` with C the covariances of the single spins.
 
@@ -192,6 +204,7 @@ class MeanFieldEquilibrium(Equilibrium):
         m = self.magnetization
         return m @ m.mT + connected / self.system.beta[..., None, None]
 
+    @observable
     def stability(self) -> Tensor:
         r"""Smallest real part of the eigenvalues of :math:`1 - \partial f/\partial m`, (...).
 
@@ -232,7 +245,10 @@ def _solve(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([torch.linalg.solve(a, b) for a, b in rows]).reshape(right.shape)
 
 
-def _check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
+def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
+    """Magnetizations to start from in the shape of the system's field, zero at absent sites."""
+    if not isinstance(initial, Tensor):
+        raise TypeError(f"initial must be a tensor, not {type(initial).__name__}")
     try:
         start = initial.to(system.field.dtype).expand(system.field.shape)
     except RuntimeError as error:

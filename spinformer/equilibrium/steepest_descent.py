@@ -36,13 +36,19 @@ import torch
 from torch import Tensor
 
 from spinformer.equilibrium.saddle import LogDet, Saddle, SharedSaddle, SiteSaddle, clear
-from spinformer.errors import OnFailure, check_choice, strict_options
+from spinformer.errors import OnFailure, check_choice, check_on_failure, strict_options
 from spinformer.solve.newton import MAX_ITERATIONS, minimize_in_cone
 from spinformer.solve.secular import minimize_shared
-from spinformer.solve.solution import ON_FAILURE, Solution
+from spinformer.solve.solution import Solution
 from spinformer.spins.site import Gaussian
 from spinformer.spins.system import SpinSystem
-from spinformer.thermo.equilibrium import DerivedEquilibrium, Equilibrium
+from spinformer.thermo.equilibrium import (
+    DerivedEquilibrium,
+    Equilibrium,
+    in_solving_mode,
+    observable,
+    outside_inference_mode,
+)
 
 __all__ = ["FluctuationEquilibrium", "SteepestDescent", "SteepestDescentEquilibrium"]
 
@@ -76,8 +82,7 @@ class SteepestDescent:
 
     Cost: ``"site"``: one inverse and one Cholesky factorization of N x N a Newton step; backward
     costs about one step. ``"shared"``: one eigendecomposition of J, which is kept for the next
-    call with the same tensor, and O(N^2 D). Half precision is worked out in float32, and float32
-    systems that need it in float64.
+    call with the same tensor, and O(N^2 D). Float32 systems that need it are worked out in float64.
 
     Source: Berlin & Kac 1952, Phys. Rev. 86, 821 (spherical model); Stanley 1968, Phys. Rev. 176,
     718 (its equivalence with large D).
@@ -92,7 +97,7 @@ class SteepestDescent:
         on_failure: OnFailure = "raise",
     ) -> None:
         check_choice("auxiliary", auxiliary, ("site", "shared"))
-        check_choice("on_failure", on_failure, ON_FAILURE)
+        check_on_failure(on_failure)
         if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance={tolerance!r} must be positive, or None")
         if not (isinstance(max_iterations, int) and max_iterations >= 1):
@@ -103,6 +108,7 @@ class SteepestDescent:
         self.on_failure: OnFailure = on_failure
         self._spectrum = _Spectrum()
 
+    @outside_inference_mode
     def solve(
         self, system: SpinSystem, initial: Tensor | None = None
     ) -> SteepestDescentEquilibrium | FluctuationEquilibrium:
@@ -122,32 +128,46 @@ class SteepestDescent:
             raise ValueError(
                 "initial is for auxiliary='site': one shared t needs no start, leave it None"
             )
-        working = torch.promote_types(system.field.dtype, torch.float32)
-        couplings = system.couplings.to_dense()
-        scale, b = _reduced(system, system.field.to(working), system.beta.to(working))
-        with torch.no_grad():
-            saddle: Saddle
-            if self.auxiliary == "site":
-                start = None if initial is None else scale[..., None] * initial.to(working)
-                saddle = self._site(couplings, scale, b, system.mask, start)
-            else:
-                saddle = self._shared(couplings, scale, b, system.mask)
+        if initial is not None and not isinstance(initial, Tensor):
+            raise TypeError(f"initial must be a tensor, not {type(initial).__name__}")
+        saddle, broken = self._saddle(system, initial), None
+        if bool(saddle.broken.any()):
+            system, broken = system.isolated()
+            saddle = self._saddle(system, initial)
         found = saddle.solution
+        scale, _ = _reduced(system)
         unit = scale.detach() if self.auxiliary == "shared" else scale.detach()[..., None]
+        dtype = system.field.dtype
         solution = Solution(
-            (found.value / unit).to(working),
-            found.residual.to(working),
+            (found.value / unit).to(dtype),
+            found.residual.to(dtype),
             found.iterations,
             found.converged,
         )
-        solution.check(
+        kind = FluctuationEquilibrium if self.fluctuations else SteepestDescentEquilibrium
+        equilibrium = kind(system, saddle, solution, broken)
+        equilibrium.solution.check(
             self.on_failure,
             f"steepest descent ({self.auxiliary})",
             "Look for NaN in couplings and fields; else raise max_iterations or tolerance.",
         )
-        if self.fluctuations:
-            return FluctuationEquilibrium(system, saddle, solution)
-        return SteepestDescentEquilibrium(system, saddle, solution, couplings, scale, b)
+        return equilibrium
+
+    @torch.no_grad()
+    def _saddle(self, system: SpinSystem, initial: Tensor | None) -> Saddle:
+        couplings = system.couplings.to_dense()
+        scale, b = _reduced(system)
+        if self.auxiliary == "shared":
+            return self._shared(couplings, scale, b, system.mask)
+        if initial is not None:
+            try:
+                initial = scale[..., None] * initial.to(b.dtype).expand(b.shape[:-1])
+            except RuntimeError as error:
+                raise ValueError(
+                    f"initial has shape {tuple(initial.shape)}: it must be the t of a solution, "
+                    f"{tuple(b.shape[:-1])}"
+                ) from error
+        return self._site(couplings, scale, b, system.mask, initial)
 
     def _site(
         self,
@@ -238,8 +258,12 @@ def _check(system: SpinSystem) -> None:
         )
 
 
-def _reduced(system: SpinSystem, field: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _reduced(
+    system: SpinSystem, field: Tensor | None = None, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The factor beta R^2 / D of the couplings and b = beta R h / D."""
+    field = system.field if field is None else field
+    beta = system.beta if beta is None else beta
     radius = system.site.radius
     assert radius is not None  # _check
     dim = system.dim
@@ -273,16 +297,13 @@ class SteepestDescentEquilibrium(Equilibrium):
         system: SpinSystem,
         saddle: Saddle,
         solution: Solution,
-        couplings: Tensor,
-        scale: Tensor,
-        b: Tensor,
+        broken: Tensor | None = None,
     ) -> None:
-        super().__init__(system, solution)
+        super().__init__(system, solution, broken)
         assert system.site.radius is not None  # solve() takes spheres and Ising spins
         self._radius = system.site.radius
         self._saddle = saddle
-        self._inputs = (couplings, scale, b)
-        self._magnetization = self._radius * saddle.mean(couplings, scale, b)
+        self._inputs = (system.couplings.to_dense(), *_reduced(system))
 
     @property
     def t(self) -> Tensor:
@@ -293,31 +314,32 @@ class SteepestDescentEquilibrium(Equilibrium):
         return self.solution.value
 
     @property
+    @observable
     def magnetization(self) -> Tensor:
-        return self._magnetization
+        return self._radius * self._saddle.mean(*self._inputs)
 
-    @cached_property
+    @property
+    @observable
     def log_partition(self) -> Tensor:
         return self.system.dim * self._saddle.minimum(*self._inputs)
 
     @cached_property
+    @in_solving_mode
     def _attached(self) -> tuple[Tensor, ...]:
-        """V, A and mu with their derivatives, NaN in broken systems."""
-        attached = self._saddle.attach(*self._inputs)
-        broken = self._saddle.broken[..., None, None]
-        if bool(broken.any()):
-            attached = tuple(torch.where(broken, torch.nan, x) for x in attached)
-        return attached
+        """V, A and mu with their derivatives."""
+        return self._saddle.attach(*self._inputs)
 
     @cached_property
+    @in_solving_mode
     def _inverse(self) -> Tensor:
         """A with empty rows at absent sites."""
         return clear(self._attached[1], self._saddle.mask)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._magnetization.dtype)
+        return tensor.to(self.system.field.dtype)
 
-    @cached_property
+    @property
+    @observable
     def internal_energy(self) -> Tensor:
         couplings = self._inputs[0]
         mu = self._attached[2]
@@ -325,20 +347,22 @@ class SteepestDescentEquilibrium(Equilibrium):
         field = (self.system.field * mu).sum((-2, -1)) * self._radius
         return self._cast(-pairs / 2 - field)
 
-    @cached_property
+    @property
+    @observable
     def entropy(self) -> Tensor:
         """S = D/2 log det A, (...), relative to free spins."""
         v, inverse, _ = self._attached
         value: Tensor = LogDet.apply(v, inverse, self._saddle.log_det)
-        value = torch.where(self._saddle.broken, torch.nan, value)
         return self._cast(-self.system.dim / 2 * value)
 
+    @observable
     def specific_heat(self) -> Tensor:
         own = self._inverse.diagonal(dim1=-2, dim2=-1)[..., None]
         _, curvature = self._saddle.curvature(*self._attached[1:])
         lost = self._saddle.weigh(curvature, own, own)[..., 0, 0]
         return self._cast(self.system.dim / 2 * (self.system.num_present - lost))
 
+    @observable
     def susceptibility(self) -> Tensor:
         r""":math:`\chi` with the response of the auxiliary variables, O(N^3 D + N^3 D^2)."""
         mu = self._attached[2]
@@ -367,17 +391,21 @@ class FluctuationEquilibrium(DerivedEquilibrium):
     :math:`-\tfrac12\log\tfrac1n\sum_{ij}[\dots]_{ij}`) by implicit differentiation of the saddle.
     """
 
-    def __init__(self, system: SpinSystem, saddle: Saddle, solution: Solution) -> None:
+    def __init__(
+        self,
+        system: SpinSystem,
+        saddle: Saddle,
+        solution: Solution,
+        broken: Tensor | None = None,
+    ) -> None:
         def log_partition(couplings: Tensor, field: Tensor, beta: Tensor) -> Tensor:
             # Only ever called with the values that the saddle was solved for.
-            dtype = torch.promote_types(field.dtype, torch.float32)
-            scale, b = _reduced(system, field.to(dtype), beta.to(dtype))
-            inputs = (couplings, scale, b)
+            inputs = (couplings, *_reduced(system, field, beta))
             leading = system.dim * saddle.minimum(*inputs)
             log_det, _ = saddle.curvature(*saddle.attach(*inputs)[1:])
-            return leading - log_det.to(dtype) / 2
+            return leading - log_det.to(field.dtype) / 2
 
-        super().__init__(system, log_partition, solution)
+        super().__init__(system, log_partition, solution, broken)
 
     @property
     def t(self) -> Tensor:

@@ -216,6 +216,7 @@ class FixedCouplings(nn.Module):
     Args:
         num_spins: number of tokens N that the block serves.
         nhead: number of heads.
+        dropout: probability, in training, that an entry of P is dropped; one mask a solve.
         batch_first, device, dtype: as elsewhere.
     """
 
@@ -223,12 +224,13 @@ class FixedCouplings(nn.Module):
         self,
         num_spins: int,
         nhead: int,
+        dropout: float = 0.0,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.batch_first = batch_first
+        self.dropout, self.batch_first = dropout, batch_first
         self.weight = nn.Parameter(
             torch.empty(nhead, num_spins, num_spins, device=device, dtype=dtype)
         )
@@ -254,7 +256,8 @@ class FixedCouplings(nn.Module):
                 "none: pass a boolean mask"
             )
         itself = torch.eye(length, dtype=torch.bool, device=self.weight.device)
-        weights = ((self.weight + self.weight.mT) / 2).masked_fill(itself, 0.0)
+        weight = F.dropout(self.weight, self.dropout, self.training)
+        weights = ((weight + weight.mT) / 2).masked_fill(itself, 0.0)
         unbonded = masks.unbonded()
         if unbonded is not None:
             weights = weights.masked_fill(unbonded, 0.0)

@@ -2,7 +2,6 @@ r"""A Transformer block that is a spin system: tokens are fields, magnetizations
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -11,16 +10,17 @@ from torch import Tensor, nn
 from spinformer.equilibrium.mean_field import (
     MeanField,
     MeanFieldEquilibrium,
+    check_initial,
     mean_field_map,
 )
 from spinformer.equilibrium.steepest_descent import SteepestDescent
-from spinformer.errors import ConvergenceWarning, OnFailure, check_choice, strict_options
+from spinformer.errors import OnFailure, WarnOnce, check_choice, check_on_failure, strict_options
 from spinformer.nn.couplings import AttentionCouplings, FixedCouplings, HeadMixture, Heads
 from spinformer.nn.layers import MLP, make_norm
 from spinformer.nn.masks import Masks, check_heads, merge_masks, to_batch
 from spinformer.nn.report import BlockReport
 from spinformer.solve.fixed_point import FixedPointSolver, unroll
-from spinformer.solve.solution import ON_FAILURE, Solution
+from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Couplings
 from spinformer.spins.site import Ising, LargeDSphere, Radius, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
@@ -83,7 +83,8 @@ class FreeEnergyBlock(nn.Module):
         solver, damping, tolerance, max_iterations: of the mean-field solve
             (:class:`~spinformer.MeanField`); tolerance and max_iterations also of steepest descent.
         auxiliary: ``"site"`` or ``"shared"``, of :class:`~spinformer.SteepestDescent`.
-        on_failure: ``"warn"`` (once a block), ``"raise"`` or ``"ignore"``.
+        on_failure: ``"warn"`` (once a block, the backward pass included), ``"raise"``,
+            ``"ignore"`` or a function of the message.
         batch_first: whether three-axes inputs are (B, N, d_model) or (N, B, d_model).
         device, dtype: of the parameters. The solve runs in float32 or better.
 
@@ -133,7 +134,7 @@ class FreeEnergyBlock(nn.Module):
         check_choice("heads", heads, ("split", "mixed"))
         check_choice("stream", stream, ("plain", "magnetization", "field"))
         check_choice("response", response, ("exact", "large_d"))
-        check_choice("on_failure", on_failure, ON_FAILURE)
+        check_on_failure(on_failure)
         if approximation == "steepest_descent":
             if couplings == "softmax":
                 raise ValueError(
@@ -157,8 +158,12 @@ class FreeEnergyBlock(nn.Module):
                 f"couplings={couplings!r} with num_spins={num_spins}: num_spins goes with "
                 "couplings='fixed', and only with it"
             )
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps={steps!r} must be None (the fixed point) or at least 1")
+        if steps is not None and not (isinstance(steps, int) and steps >= 1):
+            raise ValueError(f"steps={steps!r} must be None (the fixed point) or an integer >= 1")
+        if not (initial is None or isinstance(initial, (str, Tensor))):
+            raise TypeError(f"initial is {type(initial).__name__}: None, 'learned' or a tensor")
+        if on_failure == "warn":
+            on_failure = WarnOnce()
         if not beta > 0:
             raise ValueError(f"beta={beta!r} must be positive")
 
@@ -183,7 +188,7 @@ class FreeEnergyBlock(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.self_attn: AttentionCouplings | FixedCouplings
         if num_spins is not None:
-            self.self_attn = FixedCouplings(num_spins, nhead, batch_first, **options)
+            self.self_attn = FixedCouplings(num_spins, nhead, dropout, batch_first, **options)
         else:
             self.self_attn = AttentionCouplings(
                 d_model, nhead, couplings == "symmetric", dropout, bias, batch_first, **options
@@ -208,7 +213,6 @@ class FreeEnergyBlock(nn.Module):
         if isinstance(initial, str):
             check_choice("initial", initial, ("learned",))
             self.initial_map = nn.Linear(d_model, d_model, bias=bias, **options)
-        self._warned = False
         self.reset_parameters()
 
     @property
@@ -265,8 +269,9 @@ class FreeEnergyBlock(nn.Module):
         masks = merge_masks(tokens, self.nhead, src_mask, src_key_padding_mask, is_causal)
         self._check_masks(masks)
         tokens = masks.clear(tokens).to(self.log_beta.dtype)
-        # A sequence that holds NaN keeps it: it must not reach the weights that others share.
-        whole = torch.isfinite(tokens).all(-1).all(-1)[:, None, None]
+        # A sequence that holds NaN, or numbers too large to be squared, gives NaN: it must not
+        # reach the weights that others share.
+        whole = torch.isfinite(tokens.square().sum((-2, -1)))[:, None, None]
         tokens = torch.where(whole, tokens, 0.0)
 
         normalized = self.norm1(tokens)
@@ -324,9 +329,11 @@ class FreeEnergyBlock(nn.Module):
         batch = len(tokens), self.log_beta.shape[0]
         return out, BlockReport(
             free_energy=(
-                equilibrium.free_energy.reshape(batch) if system.couplings.is_symmetric else None
+                torch.where(whole, equilibrium.free_energy.reshape(batch), torch.nan)
+                if system.couplings.is_symmetric
+                else None
             ),
-            residual=solution.residual.reshape(batch),
+            residual=torch.where(whole, solution.residual.reshape(batch), torch.nan),
             iterations=solution.iterations.reshape(batch),
             converged=solution.converged.reshape(batch) & whole,
             couplings=heads.to_dense().expand(len(tokens), *heads.to_dense().shape[-3:]),
@@ -337,17 +344,11 @@ class FreeEnergyBlock(nn.Module):
         self, system: SpinSystem, start: Tensor | None, return_report: bool
     ) -> Equilibrium:
         if self.steps is None:
-            with warnings.catch_warnings():
-                if self._warned:
-                    warnings.simplefilter("ignore", ConvergenceWarning)
-                equilibrium = self.approximation.solve(system, start)
-            self._warned = self._warned or not bool(equilibrium.solution.converged.all())
-            return equilibrium
+            return self.approximation.solve(system, start)
         step = mean_field_map(system.site, system.couplings)
         field, beta = system.field, system.beta[..., None, None]
         inputs = (field, beta, *system.couplings.tensors())
-        if start is None:
-            start = system.site.mean(beta * field)
+        start = system.site.mean(beta * field) if start is None else check_initial(start, system)
         m = unroll(step, start, inputs, steps=self.steps, damping=self.damping)
         residual = torch.full_like(system.beta, torch.nan)
         if return_report:
@@ -363,7 +364,13 @@ class FreeEnergyBlock(nn.Module):
             values = self._systems(self.initial_map(normalized).to(system.field.dtype))
             return system.site.mean(system.beta[..., None, None] * values)
         if self.initial is not None:
-            full = self.initial.to(system.field.dtype).expand_as(normalized)
+            try:
+                full = self.initial.to(system.field.dtype).expand_as(normalized)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"initial has shape {tuple(self.initial.shape)}: it must broadcast to "
+                    f"(B, N, d_model) = {tuple(normalized.shape)}"
+                ) from error
             return self._systems(full)
         return None
 

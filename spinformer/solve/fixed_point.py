@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torchdeq.solver import broyden_solver
 
-from spinformer.errors import OnFailure, check_choice
+from spinformer.errors import OnFailure, check_choice, check_on_failure, strict_options
 from spinformer.solve.implicit import implicit
-from spinformer.solve.solution import ON_FAILURE, Solution
+from spinformer.solve.solution import Solution
 
 __all__ = ["FixedPoint", "FixedPointSolver", "unroll"]
 
@@ -40,6 +40,7 @@ _PATIENCE = 10
 _RESTART = 40
 
 
+@strict_options
 @dataclass(frozen=True)
 class FixedPoint:
     r"""How to solve z = f(z) and differentiate the answer.
@@ -54,7 +55,8 @@ class FixedPoint:
         tolerance: the residual at which a system is done; None is 1e-10 in float64 and 1e-5 in
             float32. The adjoint stops at this fraction of its cotangent.
         max_iterations: evaluations of f before a system is given up.
-        on_failure: ``"raise"``, ``"warn"`` or ``"ignore"``, for the solve and for its adjoint.
+        on_failure: ``"raise"``, ``"warn"``, ``"ignore"`` or a function of the message, for the
+            solve and for its adjoint.
     """
 
     solver: FixedPointSolver = "plain"
@@ -65,7 +67,7 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         check_choice("solver", self.solver, _METHODS)
-        check_choice("on_failure", self.on_failure, ON_FAILURE)
+        check_on_failure(self.on_failure)
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping={self.damping!r} must lie in (0, 1]; 1 is the plain map")
         if self.tolerance is not None and not self.tolerance > 0:
@@ -74,7 +76,13 @@ class FixedPoint:
             raise ValueError(f"max_iterations={self.max_iterations!r} must be an integer >= 1")
 
     def solve(
-        self, function: Map, initial: Tensor, inputs: Sequence[Tensor] = (), *, scale: float = 1.0
+        self,
+        function: Map,
+        initial: Tensor,
+        inputs: Sequence[Tensor] = (),
+        *,
+        scale: float = 1.0,
+        check: bool = True,
     ) -> Solution:
         r"""Solve z = function(z, \*inputs) from ``initial``, with the implicit derivative attached.
 
@@ -83,6 +91,7 @@ class FixedPoint:
             initial: where to start, (..., N, D), float32 or float64.
             inputs: every tensor that needs a gradient.
             scale: unit of the residual, the natural size of one entry of z.
+            check: apply ``on_failure`` to the solve at once; False leaves it to :meth:`check`.
 
         Returns:
             the :class:`Solution`; its value carries the derivative in ``inputs``.
@@ -94,11 +103,8 @@ class FixedPoint:
             raise TypeError(f"initial is {initial.dtype}: solve in float32 or float64")
         with torch.no_grad():
             solution = self._iterate(lambda z: function(z, *inputs), initial.detach(), scale)
-        solution.check(
-            self.on_failure,
-            f"the {self.solver} fixed-point iteration",
-            "Raise max_iterations, lower damping, lower beta, or try another solver.",
-        )
+        if check:
+            self.check(solution)
 
         def adjoint(vjp: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
             # A system that has no value has no gradient either; its NaN must not reach a shared
@@ -118,6 +124,15 @@ class FixedPoint:
 
         value = implicit(solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint)
         return Solution(value, solution.residual, solution.iterations, solution.converged)
+
+    def check(self, solution: Solution) -> None:
+        """Apply ``on_failure`` to a solution."""
+        solution.check(
+            self.on_failure,
+            f"the {self.solver} fixed-point iteration",
+            "Raise max_iterations, lower damping, lower beta, or try another solver; where the "
+            "residual is NaN, look for NaN in the couplings and fields.",
+        )
 
     def _iterate(
         self,

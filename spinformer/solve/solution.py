@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spinformer.errors import ConvergenceError, ConvergenceWarning, OnFailure, check_choice
-
-ON_FAILURE = ("raise", "warn", "ignore")
+from spinformer.errors import (
+    ConvergenceError,
+    ConvergenceWarning,
+    OnFailure,
+    check_on_failure,
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,11 @@ class Solution:
 
         Args:
             on_failure: ``"raise"`` (:class:`ConvergenceError`), ``"warn"``
-                (:class:`ConvergenceWarning`) or ``"ignore"``.
+                (:class:`ConvergenceWarning`), ``"ignore"``, or a function of the message.
             what: the name of the solve, for the message.
             remedy: what a user can change.
         """
-        check_choice("on_failure", on_failure, ON_FAILURE)
+        check_on_failure(on_failure)
         if on_failure == "ignore" or bool(self.converged.all()):
             return
         failed = int((~self.converged).sum())
@@ -49,6 +52,9 @@ class Solution:
             f"(worst residual {float(worst.max()):.3g} after at most "
             f"{int(self.iterations.max())} iterations). {remedy}"
         )
+        if callable(on_failure):
+            on_failure(message)
+            return
         if on_failure == "raise":
             raise ConvergenceError(message)
         warnings.warn(message, ConvergenceWarning, stacklevel=3)

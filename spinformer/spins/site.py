@@ -20,6 +20,7 @@ from spinformer.spins.special import (
     inverse_reduced_ratio,
     log_normalizer_squared,
     reduced_ratio,
+    reduced_ratio_derivative,
     reduced_slope,
 )
 
@@ -75,7 +76,11 @@ class SiteLaw(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One independent draw per site, shape (..., D)."""
+        """One independent draw per site, shape (..., D).
+
+        Raises:
+            ValueError: a field that is not finite.
+        """
 
     def entropy(self, m: Tensor) -> Tensor:
         r"""Entropy of the law with mean m relative to the free spin,
@@ -124,6 +129,7 @@ class Ising(SiteLaw):
         return torch.atanh(m)
 
     def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        _check_field(b)
         uniform = torch.rand(b.shape, generator=generator, dtype=b.dtype, device=b.device)
         return torch.where(uniform < torch.sigmoid(2 * b), 1.0, -1.0).to(b.dtype)
 
@@ -163,7 +169,10 @@ class Sphere(SiteLaw):
         return square * reduced_ratio(x, self.dim), square * reduced_slope(x, self.dim)
 
     def covariance(self, b: Tensor) -> Tensor:
-        return _covariance(self, b)
+        x, square = self._x(b), self.radius**2
+        # rho - tau = 2 R^2 x a'(x) without dividing by the field, nor cancelling.
+        weight = 2 * square**2 * reduced_ratio_derivative(x, self.dim)
+        return _covariance(square * reduced_ratio(x, self.dim), weight, b)
 
     def inverse_response(self, m: Tensor) -> Tensor:
         _check_inside(m, self.radius)
@@ -215,7 +224,10 @@ class LargeDSphere(SiteLaw):
         return transverse, transverse / q
 
     def covariance(self, b: Tensor) -> Tensor:
-        return _covariance(self, b)
+        q = torch.sqrt(1 + self._x(b))
+        transverse = 2 * self.radius**2 / self.dim / (1 + q)
+        weight = -transverse * (2 * self.radius / self.dim) ** 2 / (q * (1 + q))
+        return _covariance(transverse, weight, b)
 
     def inverse_response(self, m: Tensor) -> Tensor:
         _check_inside(m, self.radius)
@@ -292,6 +304,7 @@ class Gaussian(SiteLaw):
         return m / self.variance
 
     def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        _check_field(b)
         noise = torch.randn(b.shape, generator=generator, dtype=b.dtype, device=b.device)
         return self.variance * b + math.sqrt(self.variance) * noise
 
@@ -322,15 +335,19 @@ def _check_inside(m: Tensor, radius: float) -> None:
         )
 
 
-def _covariance(site: Sphere | LargeDSphere, b: Tensor) -> Tensor:
-    transverse, longitudinal = site.response(b)
-    square = (b * b).sum(-1)
-    # At zero field the two variances agree and the direction does not matter.
-    weight = (longitudinal - transverse) / torch.where(square > 0, square, 1.0)
-    eye = torch.eye(site.dim, dtype=b.dtype, device=b.device)
-    return transverse[..., None, None] * eye + weight[..., None, None] * (
-        b[..., :, None] * b[..., None, :]
-    )
+def _covariance(transverse: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+    """transverse * 1 + weight * b b^T, smooth at zero field."""
+    eye = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
+    outer = b[..., :, None] * b[..., None, :]
+    return transverse[..., None, None] * eye + weight[..., None, None] * outer
+
+
+def _check_field(b: Tensor) -> None:
+    if not bool(torch.isfinite(b).all()):
+        index = tuple((~torch.isfinite(b)).nonzero()[0].tolist())
+        raise ValueError(
+            f"b{list(index)} = {float(b[index])}: spins can be drawn in finite fields only"
+        )
 
 
 def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:
@@ -340,6 +357,7 @@ def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | Non
     157), in terms of 1 - w, which keeps its digits at strong field; the acceptance rate is above
     2 / 3 for every D and kappa. The part across the field is isotropic.
     """
+    _check_field(b)
     dim = b.shape[-1]
     work = b.detach().double().reshape(-1, dim)
     length = work.norm(dim=-1)

@@ -54,6 +54,7 @@ __all__ = [
     "log_normalizer",
     "log_normalizer_squared",
     "reduced_ratio",
+    "reduced_ratio_derivative",
     "reduced_slope",
 ]
 
@@ -75,7 +76,7 @@ def bessel_ratio(kappa: Tensor, dim: int) -> Tensor:
 def bessel_ratio_derivative(kappa: Tensor, dim: int) -> Tensor:
     r""":math:`A_D'(\kappa) = 1 - A^2 - (D-1) A / \kappa`, the longitudinal response, without the
     cancellation of that formula. Arguments as in :func:`bessel_ratio`."""
-    return reduced_slope(kappa * kappa, dim)
+    return reduced_slope(_square(kappa), dim).to(kappa.dtype)
 
 
 def log_normalizer(kappa: Tensor, dim: int) -> Tensor:
@@ -90,6 +91,11 @@ def reduced_ratio(x: Tensor, dim: int) -> Tensor:
     The magnetization of a spin is :math:`R^2 a(R^2 |b|^2)\, b` with no division by :math:`|b|`.
     """
     return _Reduced.apply(x, _check_dim(dim), 0)  # type: ignore[no-any-return]
+
+
+def reduced_ratio_derivative(x: Tensor, dim: int) -> Tensor:
+    r""":math:`a'(x)`, smooth at zero, where it is -1 / D^2 (D + 2)."""
+    return _Reduced.apply(x, _check_dim(dim), 1)  # type: ignore[no-any-return]
 
 
 def log_normalizer_squared(x: Tensor, dim: int) -> Tensor:
@@ -110,6 +116,12 @@ def inverse_reduced_ratio(y: Tensor, dim: int) -> Tensor:
     [0, 1) gives NaN. Newton steps from the guess r (D - r^2) / (1 - r^2).
     """
     return _Inverse.apply(y, _check_dim(dim))  # type: ignore[no-any-return]
+
+
+def _square(kappa: Tensor) -> Tensor:
+    """kappa^2, which has no room in half precision."""
+    wide = kappa if kappa.dtype in _LOWEST_ORDER else kappa.float()
+    return wide * wide
 
 
 def _check_dim(dim: int) -> int:
@@ -377,7 +389,7 @@ class _LogNormalizer(torch.autograd.Function):
     def forward(ctx: Any, kappa: Tensor, dim: int) -> Tensor:
         ctx.dim = dim
         ctx.save_for_backward(kappa)
-        return _evaluate(kappa * kappa, dim, 0, log=True)[2][0]
+        return _evaluate(_square(kappa), dim, 0, log=True)[2][0].to(kappa.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -392,7 +404,7 @@ class _Ratio(torch.autograd.Function):
     def forward(ctx: Any, kappa: Tensor, dim: int) -> Tensor:
         ctx.dim = dim
         ctx.save_for_backward(kappa)
-        return kappa * _evaluate(kappa * kappa, dim, 0)[0][0]
+        return (kappa * _evaluate(_square(kappa), dim, 0)[0][0]).to(kappa.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -31,7 +31,8 @@ class SpinSystem:
             ``J_ij > 0`` is ferromagnetic.
         field: external fields ``h`` (..., N, D). Every leading axis is an independent system.
         beta: inverse temperature (k_B = 1), a number or a tensor ``(...)``, positive. It multiplies
-            the whole energy once.
+            the whole energy once. Its axes line up with the leading axes of ``field`` from the
+            right: ``(B,)`` is one for each of B systems, ``(B, 1)`` would make B x B systems.
         site: the law of one spin: ``Ising()``, ``Sphere(dim)``, ``LargeDSphere(dim)`` or
             ``Gaussian(dim)``.
         mask: bool ``(..., N)``, True = this site is not there. It neither gives nor receives,
@@ -62,6 +63,15 @@ class SpinSystem:
         symmetrize: bool = False,
         check_finite: bool = True,
     ) -> None:
+        self._given: dict[str, Any] = {
+            "couplings": couplings,
+            "field": field,
+            "beta": beta,
+            "site": site,
+            "mask": mask,
+            "symmetrize": symmetrize,
+            "check_finite": check_finite,
+        }
         if not isinstance(site, SiteLaw):
             raise TypeError(
                 f"site={site!r} is no site law: pass Ising(), Sphere(dim), LargeDSphere(dim) or "
@@ -125,8 +135,9 @@ class SpinSystem:
         field = field.expand(*self.batch_shape, *field.shape[-2:])
         if self.mask is not None:
             field = torch.where(self.mask[..., None], torch.zeros_like(field), field)
+        _check_beta(beta, check_finite)
         if check_finite:
-            _check_values(field, beta)
+            _check_finite(field)
         self.field = field
         self.beta = beta.expand(self.batch_shape)
 
@@ -152,12 +163,67 @@ class SpinSystem:
 
         It is :math:`-\partial E/\partial S_i` for symmetric ``J``.
         """
-        return self.field + self.couplings.apply(spins)
+        return self.field + self.couplings.apply(self._spins(spins))
 
     def energy(self, spins: Tensor) -> Tensor:
         """E(S), the total over the sites of each system, ``(...)``, for spins (..., N, D)."""
+        spins = self._spins(spins)
         pairs = (spins * self.couplings.apply(spins)).sum((-2, -1))
         return -pairs / 2 - (self.field * spins).sum((-2, -1))
+
+    def _spins(self, spins: Tensor) -> Tensor:
+        if spins.shape[-2:] != self.field.shape[-2:]:
+            raise ValueError(
+                f"spins have shape {tuple(spins.shape)}: this system has spins of shape (..., "
+                f"{self.num_spins}, {self.dim})"
+            )
+        return spins if self.mask is None else torch.where(self.mask[..., None], 0.0, spins)
+
+    def isolated(self) -> tuple[SpinSystem, Tensor | None]:
+        """The system with the broken members of the batch set to zero, and which those are.
+
+        A member is broken if its couplings, fields or beta hold NaN or infinity. Its zeros keep it
+        from spoiling the gradients of tensors that it shares with others. None if none is broken.
+        """
+        couplings = self.couplings
+        # Zero times NaN or infinity is NaN, whatever kind of couplings it is in.
+        sound = torch.isfinite(couplings.apply(torch.zeros_like(self.field))).all(-1).all(-1)
+        sound = sound & torch.isfinite(self.field).all(-1).all(-1) & torch.isfinite(self.beta)
+        if bool(sound.all()):
+            return self, None
+        axes = len(couplings.batch_shape)
+        # Couplings that systems share are cleared if any of those is broken by them.
+        finite = (
+            torch.isfinite(
+                couplings.apply(
+                    torch.zeros(
+                        *couplings.batch_shape,
+                        *self.field.shape[-2:],
+                        dtype=self.field.dtype,
+                        device=self.field.device,
+                    )
+                )
+            )
+            .all(-1)
+            .all(-1)
+        )
+        tensors = []
+        for tensor in couplings.tensors():
+            own = finite
+            if tensor.shape[:axes] != couplings.batch_shape:
+                own = finite.all()
+            keep = own.reshape(*own.shape, *[1] * (tensor.ndim - own.ndim))
+            tensors.append(torch.where(keep, tensor, 0.0))
+        return (
+            SpinSystem(
+                couplings.with_tensors(*tensors),
+                torch.where(sound[..., None, None], self.field, 0.0),
+                torch.where(sound, self.beta, 1.0),
+                self.site,
+                mask=self.mask,
+            ),
+            ~sound,
+        )
 
     def require_symmetric(self, what: str) -> None:
         """Raise ``ValueError`` unless ``J`` is symmetric, naming what needed it."""
@@ -169,16 +235,8 @@ class SpinSystem:
             )
 
     def replace(self, **changes: Any) -> SpinSystem:
-        """The same system with some arguments of the constructor changed."""
-        options: dict[str, Any] = {
-            "couplings": self.couplings,
-            "field": self.field,
-            "beta": self.beta,
-            "site": self.site,
-            "mask": self.mask,
-            "check_finite": False,
-        }
-        return SpinSystem(**(options | changes))
+        """A system made of the same arguments, but for some."""
+        return SpinSystem(**(self._given | changes))
 
     def __repr__(self) -> str:
         batch = f", batch_shape={tuple(self.batch_shape)}" if self.batch_shape else ""
@@ -186,6 +244,11 @@ class SpinSystem:
 
 
 def _check_field(field: Tensor) -> None:
+    if isinstance(field, Tensor) and field.dtype in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"field is {field.dtype}: spin systems are solved in float32 or float64; convert it, "
+            "and the answer back"
+        )
     if not isinstance(field, Tensor) or not field.is_floating_point():
         kind = field.dtype if isinstance(field, Tensor) else type(field).__name__
         raise TypeError(f"field is {kind}: pass a real floating-point tensor (..., N, D)")
@@ -210,14 +273,17 @@ def _wrap(matrix: Tensor, field: Tensor, mask: Tensor | None, check: bool) -> Co
     return Dense(matrix, check=check, mask=mask)
 
 
-def _check_values(field: Tensor, beta: Tensor) -> None:
+def _check_finite(field: Tensor) -> None:
     if not bool(torch.isfinite(field).all()):
         index = tuple((~torch.isfinite(field)).nonzero()[0].tolist())
         raise ValueError(
             f"field{list(index)} = {float(field[index])}: fields must be finite; replace the "
             "value, mark its site as absent with mask, or pass check_finite=False"
         )
-    if not bool(torch.isfinite(beta).all()) or bool((beta <= 0).any()):
+
+
+def _check_beta(beta: Tensor, check_finite: bool) -> None:
+    if bool((beta <= 0).any()) or (check_finite and not bool(torch.isfinite(beta).all())):
         raise ValueError(
             f"beta={beta.detach().flatten().tolist()[:4]}: inverse temperatures must be positive "
             "and finite"

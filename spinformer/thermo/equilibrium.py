@@ -17,9 +17,10 @@ couplings and fields.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +30,83 @@ from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Dense
 from spinformer.spins.system import SpinSystem
 
-__all__ = ["CorrelationMethod", "DerivedEquilibrium", "Equilibrium"]
+__all__ = [
+    "CorrelationMethod",
+    "DerivedEquilibrium",
+    "Equilibrium",
+    "in_solving_mode",
+    "observable",
+]
 
 CorrelationMethod = Literal["linear_response", "product"]
 LogPartition = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+_Self = TypeVar("_Self", bound="Equilibrium")
+_Value = TypeVar("_Value")
+_Solve = TypeVar("_Solve", bound=Callable[..., Any])
+
+
+def in_solving_mode(method: Callable[[_Self], _Value]) -> Callable[[_Self], _Value]:
+    """A part of an equilibrium, computed in the gradient mode in which it was solved.
+
+    Parts are remembered and built on each other: what is first looked at under ``no_grad``, in a
+    log say, must not be missing from the graph of what is differentiated later.
+    """
+
+    @functools.wraps(method)
+    def compute(self: _Self) -> _Value:
+        with torch.set_grad_enabled(self.tracks_gradients):
+            return method(self)
+
+    return compute
+
+
+def observable(method: Callable[[_Self], Tensor]) -> Callable[[_Self], Tensor]:
+    """A quantity of an equilibrium: computed once, :func:`in_solving_mode`.
+
+    In systems that were given broken (:meth:`~spinformer.SpinSystem.isolated`) a user sees NaN.
+    Quantities see each other without it: the derivative of what came of NaN is NaN, also times the
+    zero that a loss gives it.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def compute(self: _Self) -> Tensor:
+        if name not in self._remembered:
+            self._inside += 1
+            try:
+                self._remembered[name] = in_solving_mode(method)(self)
+            finally:
+                self._inside -= 1
+        value = self._remembered[name]
+        if self.broken is None or self._inside:
+            return value
+        axes = value.ndim - self.broken.ndim
+        return torch.where(self.broken.reshape(*self.broken.shape, *[1] * axes), torch.nan, value)
+
+    return compute
+
+
+def outside_inference_mode(solve: _Solve) -> _Solve:
+    """Solve in ``no_grad`` instead of inference mode, for answers that are derivatives of log Z."""
+
+    @functools.wraps(solve)
+    def solved(self: Any, system: SpinSystem, initial: Tensor | None = None) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return solve(self, system, initial)
+        with torch.inference_mode(False), torch.no_grad():
+            normal = system.replace(
+                couplings=system.couplings.with_tensors(
+                    *(tensor.clone() for tensor in system.couplings.tensors())
+                ),
+                field=system.field.clone(),
+                beta=system.beta.clone(),
+                mask=None if system.mask is None else system.mask.clone(),
+            )
+            return solve(self, normal, None if initial is None else initial.clone())
+
+    return solved  # type: ignore[return-value]
 
 
 class Equilibrium(abc.ABC):
@@ -40,16 +114,31 @@ class Equilibrium(abc.ABC):
 
     Totals are over the present sites of one system; ``..._per_spin`` are densities. Everything is
     computed when first asked for, once, and is differentiable with respect to the couplings,
-    fields and ``beta`` of the system.
+    fields and ``beta`` of the system if gradients were enabled when it was solved.
 
     Attributes:
         system: the system that was solved.
         solution: the evidence: residual, iterations and converged, one entry per system.
+        broken: systems that were given with NaN or infinity (...) bool, or None.
+        tracks_gradients: whether gradients were enabled when the system was solved.
     """
 
-    def __init__(self, system: SpinSystem, solution: Solution) -> None:
+    def __init__(
+        self, system: SpinSystem, solution: Solution, broken: Tensor | None = None
+    ) -> None:
         self.system = system
+        self.broken = broken
+        self.tracks_gradients = torch.is_grad_enabled()
+        self._remembered: dict[str, Tensor] = {}
+        self._inside = 0  # how many quantities are being computed
         self.solution = solution
+        if broken is not None:
+            self.solution = Solution(
+                solution.value,
+                torch.where(broken, torch.nan, solution.residual),
+                solution.iterations,
+                solution.converged & ~broken,
+            )
 
     # -- what an approximation gives ------------------------------------------------------------
 
@@ -83,33 +172,39 @@ class Equilibrium(abc.ABC):
     # -- what follows ---------------------------------------------------------------------------
 
     @property
+    @observable
     def free_energy(self) -> Tensor:
         """F = -log Z / beta, (...)."""
         return -self.log_partition / self.system.beta
 
     @property
+    @observable
     def entropy(self) -> Tensor:
         """S = beta (U - F), (...), relative to free spins."""
         return self.system.beta * self.internal_energy + self.log_partition
 
     @property
+    @observable
     def free_energy_per_spin(self) -> Tensor:
-        """F / (number of present sites), (...)."""
-        return self.free_energy / self.system.num_present
+        """F / (number of present sites), (...); zero without one."""
+        return self.free_energy / self.system.num_present.clamp_min(1)
 
     @property
+    @observable
     def internal_energy_per_spin(self) -> Tensor:
-        """U / (number of present sites), (...)."""
-        return self.internal_energy / self.system.num_present
+        """U / (number of present sites), (...); zero without one."""
+        return self.internal_energy / self.system.num_present.clamp_min(1)
 
     @property
+    @observable
     def entropy_per_spin(self) -> Tensor:
-        """S / (number of present sites), (...)."""
-        return self.entropy / self.system.num_present
+        """S / (number of present sites), (...); zero without one."""
+        return self.entropy / self.system.num_present.clamp_min(1)
 
+    @observable
     def specific_heat_per_spin(self) -> Tensor:
-        """C / (number of present sites), (...)."""
-        return self.specific_heat() / self.system.num_present
+        """C / (number of present sites), (...); zero without one."""
+        return self.specific_heat() / self.system.num_present.clamp_min(1)
 
     @property
     def converged(self) -> Tensor:
@@ -125,11 +220,15 @@ class Equilibrium(abc.ABC):
                 :math:`m_i\cdot m_j`. On spheres the diagonal is R^2 in both.
         """
         check_choice("method", method, ("linear_response", "product"))
-        if method == "product":
-            off_diagonal = self.magnetization @ self.magnetization.mT
-        else:
-            off_diagonal = self._linear_response_correlations()
-        return self._with_diagonal(off_diagonal)
+        return self._product() if method == "product" else self._linear_response()
+
+    @observable
+    def _product(self) -> Tensor:
+        return self._with_diagonal(self.magnetization @ self.magnetization.mT)
+
+    @observable
+    def _linear_response(self) -> Tensor:
+        return self._with_diagonal(self._linear_response_correlations())
 
     def _with_diagonal(self, correlations: Tensor) -> Tensor:
         radius = self.system.site.radius
@@ -166,9 +265,13 @@ class DerivedEquilibrium(Equilibrium):
     """
 
     def __init__(
-        self, system: SpinSystem, log_partition_function: LogPartition, solution: Solution
+        self,
+        system: SpinSystem,
+        log_partition_function: LogPartition,
+        solution: Solution,
+        broken: Tensor | None = None,
     ) -> None:
-        super().__init__(system, solution)
+        super().__init__(system, solution, broken)
         self._function = log_partition_function
 
     @cached_property
@@ -178,9 +281,10 @@ class DerivedEquilibrium(Equilibrium):
         batch = system.batch_shape
         couplings = system.couplings.to_dense()
         couplings = couplings.expand(*batch, *couplings.shape[-2:])
-        with torch.enable_grad():
+        # Inference mode knows no derivatives, not even for a magnetization.
+        with torch.inference_mode(False), torch.enable_grad():
             arguments = tuple(
-                tensor.view_as(tensor) if self._differentiable else tensor.detach().clone()
+                tensor.view_as(tensor) if self.tracks_gradients else tensor.detach().clone()
                 for tensor in (couplings, system.field, system.beta)
             )
             j, h, beta = (
@@ -193,18 +297,14 @@ class DerivedEquilibrium(Equilibrium):
                 dense = Dense(j, check=False, mask=system.mask).to_dense()
             return j, h, beta, self._function(dense, h, beta)
 
-    @cached_property
-    def _differentiable(self) -> bool:
-        return torch.is_grad_enabled()
-
     def _finish(self, tensor: Tensor) -> Tensor:
-        return tensor if self._differentiable else tensor.detach()
+        return tensor if self.tracks_gradients else tensor.detach()
 
     @cached_property
     def _first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Derivatives of log Z in J, h and beta, with a graph for the second ones."""
         j, h, beta, log_z = self._graph
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             found = torch.autograd.grad(
                 log_z.sum(), (j, h, beta), create_graph=True, allow_unused=True
             )
@@ -213,7 +313,8 @@ class DerivedEquilibrium(Equilibrium):
             for grad, tensor in zip(found, (j, h, beta), strict=True)
         )
 
-    @cached_property
+    @property
+    @observable
     def log_partition(self) -> Tensor:
         # Its own evaluation: a backward pass through it leaves the graph of the derivatives whole.
         system = self.system
@@ -223,37 +324,41 @@ class DerivedEquilibrium(Equilibrium):
         return self._function(couplings, system.field, system.beta)
 
     @property
+    @observable
     def magnetization(self) -> Tensor:
         return self._finish(self._first[1] / self.system.beta[..., None, None])
 
     @property
+    @observable
     def internal_energy(self) -> Tensor:
         return self._finish(-self._first[2])
 
+    @observable
     def specific_heat(self) -> Tensor:
         beta = self._graph[2]
         first = self._first[2]
         if not first.requires_grad:
             return torch.zeros_like(self.system.beta)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             (second,) = torch.autograd.grad(
                 first.sum(),
                 beta,
-                create_graph=self._differentiable,
+                create_graph=self.tracks_gradients,
                 retain_graph=True,
                 materialize_grads=True,
             )
         return self._finish(self.system.beta**2 * second)
 
+    @observable
     def susceptibility(self) -> Tensor:
         h = self._graph[1]
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             m = self._first[1] / self.system.beta[..., None, None]
             rows = [
                 torch.autograd.grad(
                     m[..., i, a].sum(),
                     h,
-                    create_graph=self._differentiable,
+                    create_graph=self.tracks_gradients,
                     retain_graph=True,
                     materialize_grads=True,
                 )[0]

@@ -5,18 +5,20 @@ Identities are tested by finite differences of log Z alone, so that a slip in an
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from spinformer.equilibrium.steepest_descent import SteepestDescent
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
+from spinformer.equilibrium.steepest_descent import SteepestDescent
 from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import Equilibrium
@@ -92,18 +94,95 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-8, atol: float = 1e-
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=rtol, atol=atol)
 
 
+QUANTITIES = (
+    "log_partition",
+    "free_energy",
+    "internal_energy",
+    "entropy",
+    "specific_heat",
+    "magnetization",
+    "correlations",
+    "susceptibility",
+)
+
+
+def quantity(equilibrium: Equilibrium, name: str) -> Tensor:
+    value = getattr(equilibrium, name)
+    return value if isinstance(value, Tensor) else value()
+
+
 def quantities(equilibrium: Equilibrium) -> dict[str, Tensor]:
     """What symmetries and batching are checked on; totals first."""
-    return {
-        "log_partition": equilibrium.log_partition,
-        "free_energy": equilibrium.free_energy,
-        "internal_energy": equilibrium.internal_energy,
-        "entropy": equilibrium.entropy,
-        "specific_heat": equilibrium.specific_heat(),
-        "magnetization": equilibrium.magnetization,
-        "correlations": equilibrium.correlations(),
-        "susceptibility": equilibrium.susceptibility(),
-    }
+    return {name: quantity(equilibrium, name) for name in QUANTITIES}
+
+
+# --- how it is asked ------------------------------------------------------------------------------
+
+
+@every_case
+def test_looking_without_gradients_takes_nothing_from_later_ones(case: Case) -> None:
+    system = case.system()
+    tensors = [system.field.clone().requires_grad_(), system.beta.clone().requires_grad_()]
+
+    def gradients(look: bool) -> dict[str, tuple[Tensor, ...]]:
+        equilibrium = case.solve(system.replace(field=tensors[0], beta=tensors[1]))
+        if look:
+            with torch.no_grad():
+                quantities(equilibrium)
+        return {
+            name: torch.autograd.grad(
+                value.square().sum(), tensors, retain_graph=True, materialize_grads=True
+            )
+            for name, value in quantities(equilibrium).items()
+        }
+
+    plain, after = gradients(look=False), gradients(look=True)
+    for name in QUANTITIES:
+        for one, two in zip(plain[name], after[name], strict=True):
+            close(two, one)
+
+
+@pytest.mark.parametrize("where", ["couplings", "field", "beta"])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not isinstance(c.solver, Exact)], ids=lambda case: case.name
+)
+def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str) -> None:
+    """Two systems, the second broken by NaN in one argument; they share the other arguments."""
+    system = case.system()
+    parts = {"couplings": system.couplings.to_dense(), "field": system.field, "beta": system.beta}
+    shared = {name: part.clone().requires_grad_() for name, part in parts.items() if name != where}
+    broken = torch.stack([parts[where], torch.full_like(parts[where], torch.nan)])
+    solver = copy.copy(case.solver)
+    if isinstance(solver, MeanField):
+        solver.fixed_point = dataclasses.replace(solver.fixed_point, on_failure="ignore")
+    else:
+        solver.on_failure = "ignore"
+    pair = solver.solve(SpinSystem(**shared, **{where: broken}, site=case.site, check_finite=False))
+    alone = case.solve(SpinSystem(**shared, **{where: parts[where]}, site=case.site))
+    assert pair.converged.tolist() == [True, False]
+    for name, value in quantities(pair).items():
+        expected = quantity(alone, name)
+        close(value[0], expected)
+        assert value[1].isnan().all()
+        for found, reference in zip(
+            *(
+                torch.autograd.grad(
+                    x.square().sum(), shared.values(), retain_graph=True, materialize_grads=True
+                )
+                for x in (value[0], expected)
+            ),
+            strict=True,
+        ):
+            close(found, reference)
+
+
+@every_case
+def test_inference_mode(case: Case) -> None:
+    expected = quantities(case.solve(case.system()))
+    with torch.inference_mode():
+        found = quantities(case.solve(case.system()))
+    for name, value in expected.items():
+        close(found[name], value)
 
 
 # --- thermodynamics ------------------------------------------------------------------------------

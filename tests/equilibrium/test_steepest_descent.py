@@ -464,16 +464,6 @@ def test_float32_agrees_with_float64(auxiliary, generator):
 
 
 @pytest.mark.parametrize("auxiliary", AUXILIARY)
-def test_half_precision_is_worked_out_in_float32(auxiliary, generator):
-    j, h = draw(6, 4, generator)
-    j, h = j.bfloat16(), h.bfloat16()
-    half = SteepestDescent(auxiliary).solve(sf.SpinSystem(j, h, 1.0, sf.Sphere(4)))
-    full = SteepestDescent(auxiliary).solve(sf.SpinSystem(j.float(), h.float(), 1.0, sf.Sphere(4)))
-    assert half.magnetization.dtype == torch.float32
-    torch.testing.assert_close(half.magnetization, full.magnetization)
-
-
-@pytest.mark.parametrize("auxiliary", AUXILIARY)
 def test_answer_and_gradient_of_a_batch_are_those_alone(auxiliary, generator):
     j, h = draw(6, 2, generator, batch=(3,))
     scale = torch.tensor([0.1, 1.0, 300.0], dtype=F64)
