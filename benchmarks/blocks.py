@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import statistics
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from simulations.measure import PeakMemory
 from spinformer.nn import FreeEnergyBlock
 
 D_MODEL, HEADS, HIDDEN, BATCH = 256, 4, 1024, 8
@@ -89,9 +89,9 @@ def peak_of(iterations: int, tokens: int, solver: str) -> float:
         solver=solver,
     )
     x = torch.randn(BATCH, tokens, D_MODEL)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = PeakMemory()
     block(x).sum().backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return memory.read() or float("nan")
 
 
 def main() -> None:

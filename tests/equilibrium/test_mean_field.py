@@ -128,3 +128,17 @@ def test_initial_state_must_fit():
     system = sf.SpinSystem(torch.zeros(3, 3), torch.zeros(3, 2), site=sf.Sphere(2))
     with pytest.raises(ValueError, match=r"initial has shape \(4, 2\)"):
         sf.MeanField().solve(system, torch.zeros(4, 2))
+
+
+def test_default_tolerance_is_within_reach_of_large_spins():
+    """float32 rounding grows as sqrt(D) in units of one component."""
+    field = torch.zeros(8, 16384)
+    field[:, 0] = 50.0
+    system = sf.SpinSystem(sf.couplings.curie_weiss(8), field, 1.0, sf.Sphere(16384))
+    assert sf.MeanField().solve(system).converged.all()
+
+
+def test_no_present_site_has_no_density():
+    mask = torch.tensor([[False, False], [True, True]])
+    system = sf.SpinSystem(torch.zeros(2, 2), torch.ones(2, 2, 1), 1.0, sf.Ising(), mask=mask)
+    assert float(sf.MeanField().solve(system).free_energy_per_spin[1]) == 0.0

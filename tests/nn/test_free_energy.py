@@ -1,6 +1,7 @@
 """The free-energy block is the spin system that it says it is. (Contracts are elsewhere.)"""
 
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -224,15 +225,44 @@ def test_gradients_of_first_and_second_order(options):
 
 
 def test_warns_once_and_goes_on(x):
-    block = FreeEnergyBlock(D, H, dtype=F64, tolerance=1e-12, max_iterations=2)
+    """Forward and backward of three passes, and of a copy, which remembers."""
+    block = block_of(max_iterations=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             out = block(x)
+            out.sum().backward()
+        pickle.loads(pickle.dumps(block))(x)
     assert [w.category for w in caught] == [sf.ConvergenceWarning]
     assert torch.isfinite(out).all()
     with pytest.raises(sf.ConvergenceError):
         block_of(max_iterations=2, on_failure="raise")(x)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_a_sequence_that_cannot_be_squared_spoils_no_shared_weight(value):
+    block = FreeEnergyBlock(D, H, dim_feedforward=6)
+    x = torch.randn(2, N, D)
+    block(x[:1]).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in block.named_parameters()}
+    block.zero_grad()
+    x[1, 0] = value
+    out = block(x)
+    assert torch.isnan(out[1]).all()
+    out[0].square().sum().backward()
+    for name, parameter in block.named_parameters():
+        # Another batch size may round sums differently: float32.
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_fixed_couplings():
+    block = FreeEnergyBlock(D, H, couplings="fixed", num_spins=N, dropout=0.5)
+    x = torch.randn(2, N, D)
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))
+    _, report = block.train()(x, return_report=True)
+    torch.testing.assert_close(report.couplings, report.couplings.mT)
 
 
 def test_a_sequence_with_nan_keeps_it(x):
@@ -273,6 +303,7 @@ def test_a_sequence_with_nan_keeps_it(x):
         ({"couplings": "fixed"}, "num_spins"),
         ({"num_spins": 4}, "num_spins=4"),
         ({"steps": 0}, "steps=0"),
+        ({"steps": 2.5}, "steps=2.5"),
         ({"beta": 0.0}, "beta=0.0"),
         ({"approximation": "meanfield"}, "nearest is 'mean_field'"),
         ({"initial": "learnt"}, "nearest is 'learned'"),
@@ -283,6 +314,20 @@ def test_a_sequence_with_nan_keeps_it(x):
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         FreeEnergyBlock(D, H, **options)
+
+
+def test_bad_initial(x):
+    with pytest.raises(TypeError, match="initial is list"):
+        block_of(initial=[0.0])
+    with pytest.raises(ValueError, match=r"initial has shape \(3, 8\)"):
+        block_of(initial=torch.zeros(3, D, dtype=F64))(x)
+    padding = torch.zeros(3, N, dtype=torch.bool)
+    padding[:, -1] = True
+    initial = torch.zeros(N, D, dtype=F64)
+    initial[-1] = torch.nan  # of a token that is not there
+    for steps in (None, 2):
+        block = block_of(initial=initial, steps=steps)
+        assert torch.isfinite(block(x, src_key_padding_mask=padding)).all()
 
 
 def test_bad_inputs(x):

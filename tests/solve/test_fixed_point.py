@@ -181,3 +181,17 @@ def test_unroll_is_the_loop(inputs):
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
         FixedPoint(**options)
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(TypeError, match="'toleranse'; the nearest is 'tolerance'"):
+        FixedPoint(toleranse=1e-3)
+
+
+def test_a_failed_solve_returns_the_best_that_it_met():
+    """z <- 2 z runs away from its unstable fixed point: the start is the best."""
+    options = FixedPoint(max_iterations=20, on_failure="ignore")
+    start = torch.full((1, 1, 1), 1e-3, dtype=F64)
+    solution = options.solve(lambda z: 2 * z, start)
+    assert torch.equal(solution.value, start) and not bool(solution.converged)
+    assert float(solution.residual) == 1e-3

@@ -302,3 +302,27 @@ def test_bad_arguments(build, message: str) -> None:
 def test_unknown_option_is_named(law: type[SiteLaw]) -> None:
     with pytest.raises(TypeError, match="no option 'dimm'; the nearest is 'dim'"):
         law(dimm=3)
+
+
+@pytest.mark.parametrize("site", [Ising(), Sphere(3), LargeDSphere(4, radius=1.5)], ids=repr)
+def test_covariance_is_smooth_at_zero_field(site):
+    """Its second derivative there is the fourth of log z, to the last digits."""
+    zero = torch.zeros(site.dim, dtype=torch.float64)
+
+    def covariance(b):
+        return site.covariance(b)[0, 0]
+
+    def slope(b):
+        return torch.autograd.functional.jacobian(site.mean, b, create_graph=True)[0, 0]
+
+    ours = torch.autograd.functional.hessian(covariance, zero)
+    torch.testing.assert_close(ours, torch.autograd.functional.hessian(slope, zero))
+    assert float(ours[0, 0]) < 0
+
+
+@pytest.mark.parametrize("site", [Ising(), Sphere(3), LargeDSphere(4), Gaussian(2)], ids=repr)
+def test_no_draws_in_a_field_that_is_not_finite(site):
+    b = torch.zeros(2, site.dim)
+    b[1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"b\[1, 0\] = nan"):
+        site.sample(b)

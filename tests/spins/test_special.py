@@ -216,3 +216,11 @@ def test_bad_dimension(dim: object) -> None:
 def test_shapes() -> None:
     assert bessel_ratio(torch.zeros(0, 3), 5).shape == (0, 3)
     assert log_normalizer(torch.ones(2, 1, 3), 5).shape == (2, 1, 3)
+
+
+def test_half_precision_squares_in_float32():
+    kappa = torch.tensor([0.5, 300.0, 60000.0], dtype=torch.float16)
+    for function in (bessel_ratio, log_normalizer):
+        found = function(kappa, 3)
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found, function(kappa.double(), 3).half())

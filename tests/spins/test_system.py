@@ -135,3 +135,46 @@ def test_free_energy_needs_symmetric_couplings(parts):
     with pytest.raises(ValueError, match="symmetrize=True"):
         sf.MeanField().solve(system).free_energy  # noqa: B018
     assert torch.isfinite(sf.MeanField().solve(system).magnetization).all()
+
+
+def test_what_is_replaced_is_checked(parts):
+    j, h, s = parts
+    system = sf.SpinSystem(j, h, 0.7, sf.Sphere(3))
+    with pytest.raises(ValueError, match="beta=.*positive"):
+        system.replace(beta=-1.0)
+    with pytest.raises(ValueError, match="finite"):
+        system.replace(field=h * torch.nan)
+    mask = torch.tensor([True, False, False, False])
+    masked = system.replace(mask=mask)
+    torch.testing.assert_close(masked.replace(mask=None).energy(s), system.energy(s))
+    with pytest.raises(ValueError, match="beta=.*positive"):
+        sf.SpinSystem(j, h, -1.0, sf.Sphere(3), check_finite=False)
+
+
+def test_states_are_checked_and_absent_spins_ignored(parts):
+    j, h, s = parts
+    with pytest.raises(ValueError, match=r"spins have shape \(2, 4, 1\).*4, 3"):
+        sf.SpinSystem(j, h, site=sf.Sphere(3)).energy(s[..., :1])
+    mask = torch.tensor([True, False, False, False])
+    system = sf.SpinSystem(j, h, site=sf.Sphere(3), mask=mask)
+    broken = s.clone()
+    broken[:, 0] = torch.nan
+    assert torch.equal(system.energy(broken), system.energy(s))
+    assert torch.equal(system.force(broken), system.force(s))
+
+
+def test_isolated_clears_broken_members_only(parts):
+    j, h, _ = parts
+    sound = sf.SpinSystem(j, h, 0.7, sf.Sphere(3))
+    assert sound.isolated() == (sound, None)
+    system = sf.SpinSystem(nan_at(j, 1, 0, 2), h, 0.7, sf.Sphere(3), check_finite=False)
+    clean, broken = system.isolated()
+    assert broken.tolist() == [False, True]
+    assert torch.equal(clean.couplings.to_dense()[0], sound.couplings.to_dense()[0])
+    assert not clean.couplings.to_dense()[1].any() and not clean.field[1].any()
+
+
+def test_half_precision_is_refused(parts):
+    j, h, _ = parts
+    with pytest.raises(TypeError, match="bfloat16.*float32 or float64"):
+        sf.SpinSystem(j.bfloat16(), h.bfloat16(), site=sf.Sphere(3))
