@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from spinformer.nn.masks import Masks
 from spinformer.spins.couplings import Couplings
 
-__all__ = ["AttentionCouplings", "FixedCouplings", "HeadMixture", "Heads"]
+__all__ = ["AttentionCouplings", "FixedCouplings", "FusedHeads", "HeadMixture", "Heads"]
 
 
 class Heads(Couplings):
@@ -65,10 +65,6 @@ class Heads(Couplings):
             return self
         return Heads((self._weights + self._weights.mT) / 2, self._strength, True)
 
-    def mask(self, absent: Tensor) -> Heads:
-        either = absent[..., :, None] | absent[..., None, :]
-        return Heads(self._weights.masked_fill(either, 0.0), self._strength, self._symmetric)
-
 
 class HeadMixture(Couplings):
     r"""Matrix-valued couplings of one system, :math:`J_{ij} = \sum_h A^h_{ij} O_h V_h`.
@@ -77,12 +73,12 @@ class HeadMixture(Couplings):
     symmetric weights and tied projections, :math:`O_h = V_h^{\mathsf T}`, it is symmetric.
 
     Args:
-        heads: the weights, (B, H, N, N).
+        heads: the weights A, (B, H, N, N).
         value: V, (d, d): the rows of head h are its V_h.
         out: O, (d, d): the columns of head h are its O_h; None ties it to V.
     """
 
-    def __init__(self, heads: Heads, value: Tensor, out: Tensor | None) -> None:
+    def __init__(self, heads: Heads | FusedHeads, value: Tensor, out: Tensor | None) -> None:
         self._heads, self._value, self._out = heads, value, out
 
     @property
@@ -106,8 +102,9 @@ class HeadMixture(Couplings):
         return (*self._heads.tensors(), *projections)
 
     def with_tensors(self, *tensors: Tensor) -> HeadMixture:
-        out = None if self._out is None else tensors[3]
-        return HeadMixture(self._heads.with_tensors(*tensors[:2]), tensors[2], out)
+        own = len(self._heads.tensors())
+        out = None if self._out is None else tensors[own + 1]
+        return HeadMixture(self._heads.with_tensors(*tensors[:own]), tensors[own], out)
 
     def apply(self, state: Tensor) -> Tensor:
         nhead = self._heads.batch_shape[-1]
@@ -135,8 +132,95 @@ class HeadMixture(Couplings):
             "couplings='symmetric', which ties the projections"
         )
 
-    def mask(self, absent: Tensor) -> HeadMixture:
-        return HeadMixture(self._heads.mask(absent.unsqueeze(-2)), self._value, self._out)
+
+class FusedHeads(Couplings):
+    r"""The couplings of :class:`AttentionCouplings` that are never written down.
+
+    Applied to a state by torch's fused attention kernel: no (N, N) matrix in memory, but a softmax
+    at every application, so it pays for a few applications only. The kernel's backward has no
+    derivative of its own.
+
+    Args:
+        query, key: (B, H, N, d_h).
+        strength: (H,).
+        blocked: bool, broadcastable to (B, H, N, N), pairs without a coupling, or None.
+        bias: finite bias of the logits, broadcastable likewise, or None.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        strength: Tensor,
+        blocked: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:
+        self._query, self._key, self._strength = query, key, strength
+        self._blocked, self._bias = blocked, bias
+        ignored = torch.eye(query.shape[-2], dtype=torch.bool, device=query.device)
+        if blocked is not None:
+            ignored = ignored | blocked
+        # A row without a neighbour would be NaN: it is opened here and cleared afterwards.
+        self._silent = ignored.all(-1, keepdim=True)
+        self._mask = ~ignored | self._silent
+        if bias is not None:
+            self._mask = torch.where(self._mask, bias.to(query.dtype), -math.inf)
+
+    @property
+    def num_spins(self) -> int:
+        return self._query.shape[-2]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self._query.shape[:-2]
+
+    @property
+    def is_symmetric(self) -> bool:
+        return False
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._strength
+
+    def with_tensors(self, *tensors: Tensor) -> FusedHeads:
+        query, key, strength = tensors
+        return FusedHeads(query, key, strength, self._blocked, self._bias)
+
+    def apply(self, state: Tensor) -> Tensor:
+        values = self._strength[:, None, None] * state
+        force = F.scaled_dot_product_attention(self._query, self._key, values, self._mask)
+        return force.masked_fill(self._silent, 0.0)
+
+    def written_out(self) -> Heads:
+        """The same couplings as matrices."""
+        weights = _weights(self._query, self._key, self._blocked, self._bias)
+        return Heads(weights, self._strength, symmetric=False)
+
+    def to_dense(self) -> Tensor:
+        return self.written_out().to_dense()
+
+    def transpose(self) -> Heads:
+        return self.written_out().transpose()
+
+    def symmetrize(self) -> Heads:
+        return self.written_out().symmetrize()
+
+
+def _weights(query: Tensor, key: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Softmax over the neighbours, (B, H, N, N); zero where there is none."""
+    logits = (query / math.sqrt(query.shape[-1])) @ key.mT
+    if bias is not None:
+        logits = logits + bias
+    # The most negative number, not -inf: a row without neighbours stays finite, in its gradient
+    # too, and is cleared below.
+    lowest = torch.finfo(logits.dtype).min
+    logits.diagonal(dim1=-2, dim2=-1).fill_(lowest)
+    if blocked is not None:
+        logits = logits.masked_fill(blocked, lowest)
+    weights = logits.softmax(-1)
+    if blocked is not None or query.shape[-2] == 1:
+        itself = torch.eye(query.shape[-2], dtype=torch.bool, device=weights.device)
+        weights = weights.masked_fill(itself if blocked is None else itself | blocked, 0.0)
+    return weights
 
 
 class AttentionCouplings(nn.Module):
@@ -184,26 +268,20 @@ class AttentionCouplings(nn.Module):
             nn.init.zeros_(self.in_proj.bias)
         nn.init.constant_(self.strength, 0.5)
 
-    def forward(self, tokens: Tensor, masks: Masks) -> Heads:
-        """Couplings (B, H, N, N) of normalized tokens (B, N, d)."""
+    def forward(self, tokens: Tensor, masks: Masks, fused: bool = False) -> Heads | FusedHeads:
+        """Couplings (B, H, N, N) of normalized tokens (B, N, d).
+
+        ``fused`` leaves them unwritten where nothing needs the matrices: they are neither
+        symmetrized nor dropped.
+        """
         batch, length, _ = tokens.shape
         width = self.in_proj.in_features // self.nhead
         heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, width)
         query, key = heads.permute(2, 0, 3, 1, 4)
-        logits = (query / math.sqrt(query.shape[-1])) @ key.mT
-        if masks.bias is not None:
-            logits = logits + masks.bias
-        # The most negative number, not -inf: a row without neighbours stays finite, in its
-        # gradient too, and is cleared below.
-        lowest = torch.finfo(logits.dtype).min
-        logits.diagonal(dim1=-2, dim2=-1).fill_(lowest)
-        unbonded = masks.unbonded()
-        if unbonded is not None:
-            logits = logits.masked_fill(unbonded, lowest)
-        weights = logits.softmax(-1)
-        if unbonded is not None or length == 1:
-            itself = torch.eye(length, dtype=torch.bool, device=weights.device)
-            weights = weights.masked_fill(itself if unbonded is None else itself | unbonded, 0.0)
+        blocked = masks.unbonded()
+        if fused and not self.symmetric and not (self.training and self.dropout > 0):
+            return FusedHeads(query, key, self.strength, blocked, masks.bias)
+        weights = _weights(query, key, blocked, masks.bias)
         weights = F.dropout(weights, self.dropout, self.training)
         if self.symmetric:
             weights = (weights + weights.mT) / 2

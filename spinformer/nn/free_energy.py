@@ -15,7 +15,13 @@ from spinformer.equilibrium.mean_field import (
 )
 from spinformer.equilibrium.steepest_descent import SteepestDescent
 from spinformer.errors import OnFailure, WarnOnce, check_choice, check_on_failure, strict_options
-from spinformer.nn.couplings import AttentionCouplings, FixedCouplings, HeadMixture, Heads
+from spinformer.nn.couplings import (
+    AttentionCouplings,
+    FixedCouplings,
+    FusedHeads,
+    HeadMixture,
+    Heads,
+)
 from spinformer.nn.layers import MLP, make_norm
 from spinformer.nn.masks import Masks, check_heads, merge_masks, to_batch
 from spinformer.nn.report import BlockReport
@@ -63,6 +69,9 @@ class FreeEnergyBlock(nn.Module):
             identity. :class:`~spinformer.nn.Encoder` applies the response where a stack needs it.
         steps: None solves to the fixed point; K applies the map K times to the start and is
             differentiated through (mean field only).
+        fused: with ``steps`` and softmax couplings, use torch's fused attention kernel, which never
+            writes the couplings down. It cannot be differentiated twice: a second derivative
+            raises. ``False`` writes them.
         beta: inverse temperature at first, one a head (one in all for mixed heads).
         learnable_beta: whether training moves it (its logarithm is the parameter).
         response: ``"exact"`` (Bessel functions) or ``"large_d"`` (closed form). Steepest descent
@@ -106,6 +115,7 @@ class FreeEnergyBlock(nn.Module):
         stream: Literal["plain", "magnetization", "field"] = "plain",
         *,
         steps: int | None = None,
+        fused: bool = True,
         beta: float = 1.0,
         learnable_beta: bool = True,
         response: Literal["exact", "large_d"] = "exact",
@@ -169,7 +179,7 @@ class FreeEnergyBlock(nn.Module):
 
         self.d_model, self.nhead = d_model, nhead
         self.couplings, self.heads, self.stream = couplings, heads, stream
-        self.steps, self.damping = steps, damping
+        self.steps, self.damping, self.fused = steps, damping, fused
         self.tolerance = 0.0 if tolerance is None else tolerance
         self.approximation: MeanField | SteepestDescent
         if approximation == "mean_field":
@@ -275,7 +285,12 @@ class FreeEnergyBlock(nn.Module):
         tokens = torch.where(whole, tokens, 0.0)
 
         normalized = self.norm1(tokens)
-        couplings = self.self_attn(normalized, masks)
+        couplings: Heads | FusedHeads
+        if isinstance(self.self_attn, AttentionCouplings):
+            fused = self.fused and self.steps is not None and not return_report
+            couplings = self.self_attn(normalized, masks, fused)
+        else:
+            couplings = self.self_attn(normalized, masks)
         with torch.autocast(x.device.type, enabled=False):
             out, report = self._solve(tokens, normalized, couplings, masks, whole, return_report)
         if self.stream == "field":
@@ -290,7 +305,7 @@ class FreeEnergyBlock(nn.Module):
         self,
         tokens: Tensor,
         normalized: Tensor,
-        heads: Heads,
+        heads: Heads | FusedHeads,
         masks: Masks,
         whole: Tensor,
         return_report: bool,

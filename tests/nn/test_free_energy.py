@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import spinformer as sf
 from spinformer.nn import Encoder, FreeEnergyBlock
-from spinformer.nn.couplings import HeadMixture, Heads
+from spinformer.nn.couplings import FusedHeads, HeadMixture, Heads
 
 F64 = torch.float64
 D, H, N = 8, 2, 5
@@ -128,6 +128,49 @@ def test_one_step_is_the_response_to_one_round_of_attention(x):
     expected.load_state_dict(block.state_dict())
     change = site.mean(1.3 * (h + report.couplings @ heads_of(out))) - heads_of(out)
     torch.testing.assert_close(report.residual, change.abs().amax((-2, -1)))
+
+
+@pytest.mark.parametrize("heads", ["split", "mixed"])
+def test_fused_couplings_are_those_written_out(heads, x):
+    block = block_of(steps=2, heads=heads, beta=0.5)
+    written = block_of(steps=2, heads=heads, beta=0.5, fused=False)
+    written.load_state_dict(block.state_dict())
+    padding = torch.zeros(3, N, dtype=torch.bool)
+    padding[1, 3:], padding[2, 1:] = True, True  # in the last sequence a token is alone
+    bias = torch.randn(N, N, dtype=F64)
+    for options in (
+        {},
+        {"src_key_padding_mask": padding},
+        {"is_causal": True},
+        {"src_mask": bias, "src_key_padding_mask": padding},
+    ):
+        leaf = x.clone().requires_grad_()
+        one, two = block(leaf, **options), written(leaf, **options)
+        torch.testing.assert_close(one, two)
+        (slope,) = torch.autograd.grad(one.square().sum(), leaf)
+        (expected,) = torch.autograd.grad(two.square().sum(), leaf)
+        torch.testing.assert_close(slope, expected)
+    torch.testing.assert_close(block(x, return_report=True)[0], block(x))
+
+
+def test_fused_couplings_keep_the_couplings_interface(generator):
+    query, key = (torch.randn(2, H, N, 4, generator=generator, dtype=F64) for _ in range(2))
+    blocked = torch.zeros(N, N, dtype=torch.bool)
+    blocked[0] = True
+    fused = FusedHeads(query, key, torch.tensor([0.5, 2.0], dtype=F64), blocked, None)
+    state = torch.randn(2, H, N, 4, generator=generator, dtype=F64)
+    absent = torch.zeros(2, 1, N, dtype=torch.bool)
+    absent[:, :, 1] = True
+    dense = sf.couplings.Dense(fused.to_dense())
+    for ours, theirs in (
+        (fused, dense),
+        (fused.transpose(), dense.transpose()),
+        (fused.symmetrize(), dense.symmetrize()),
+        (fused.with_tensors(*fused.tensors()), dense),
+        (fused.mask(absent), dense.mask(absent)),
+    ):
+        torch.testing.assert_close(ours.apply(state), theirs.apply(state))
+    assert fused.num_spins == N and fused.batch_shape == (2, H) and not fused.is_symmetric
 
 
 def test_many_steps_reach_the_fixed_point(x):
