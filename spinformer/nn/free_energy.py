@@ -342,6 +342,7 @@ class FreeEnergyBlock(nn.Module):
         whole = whole[..., 0]
         solution = equilibrium.solution
         batch = len(tokens), self.log_beta.shape[0]
+        dense = heads.to_dense()
         return out, BlockReport(
             free_energy=(
                 torch.where(whole, equilibrium.free_energy.reshape(batch), torch.nan)
@@ -351,7 +352,7 @@ class FreeEnergyBlock(nn.Module):
             residual=torch.where(whole, solution.residual.reshape(batch), torch.nan),
             iterations=solution.iterations.reshape(batch),
             converged=solution.converged.reshape(batch) & whole,
-            couplings=heads.to_dense().expand(len(tokens), *heads.to_dense().shape[-3:]),
+            couplings=dense.expand(len(tokens), *dense.shape[-3:]),
             magnetization=m if self.heads == "split" else m.unsqueeze(1),
         )
 
