@@ -16,11 +16,11 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -333,12 +333,17 @@ def _work(sender: Connection, job: Job, data: Path, state_path: Path) -> None:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Start a process that ignores Ctrl-C, which the terminal sends to all: the parent decides."""
-    if threading.current_thread() is not threading.main_thread():
+    """Start a process that never hears Ctrl-C, which the terminal sends to all: the parent decides.
+
+    The signal is blocked, which the new process inherits, not ignored: one that comes while a
+    process starts waits, and interrupts the parent afterwards.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # started with the first process, it would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
