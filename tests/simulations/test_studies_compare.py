@@ -262,6 +262,8 @@ def test_ctrl_c_from_the_terminal(files: dict[str, Path], tmp_path: Path) -> Non
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background the signal is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
