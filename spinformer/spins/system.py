@@ -186,27 +186,14 @@ class SpinSystem:
         from spoiling the gradients of tensors that it shares with others. None if none is broken.
         """
         couplings = self.couplings
-        # Zero times NaN or infinity is NaN, whatever kind of couplings it is in.
-        sound = torch.isfinite(couplings.apply(torch.zeros_like(self.field))).all(-1).all(-1)
-        sound = sound & torch.isfinite(self.field).all(-1).all(-1) & torch.isfinite(self.beta)
+        axes = len(couplings.batch_shape)
+        # Zero times NaN or infinity is NaN, whatever kind of couplings it is in. Couplings that
+        # systems share are looked at, and cleared, once for all of those.
+        silent = self.field.new_zeros(*couplings.batch_shape, *self.field.shape[-2:])
+        finite = torch.isfinite(couplings.apply(silent)).all(-1).all(-1)
+        sound = finite & torch.isfinite(self.field).all(-1).all(-1) & torch.isfinite(self.beta)
         if bool(sound.all()):
             return self, None
-        axes = len(couplings.batch_shape)
-        # Couplings that systems share are cleared if any of those is broken by them.
-        finite = (
-            torch.isfinite(
-                couplings.apply(
-                    torch.zeros(
-                        *couplings.batch_shape,
-                        *self.field.shape[-2:],
-                        dtype=self.field.dtype,
-                        device=self.field.device,
-                    )
-                )
-            )
-            .all(-1)
-            .all(-1)
-        )
         tensors = []
         for tensor in couplings.tensors():
             own = finite

@@ -274,18 +274,20 @@ class DerivedEquilibrium(Equilibrium):
         super().__init__(system, solution, broken)
         self._function = log_partition_function
 
+    def _dense(self) -> Tensor:
+        """J of every system, (..., N, N)."""
+        dense = self.system.couplings.to_dense()
+        return dense.expand(*self.system.batch_shape, *dense.shape[-2:])
+
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(J, h, beta) under new names, and log Z of them: derivatives in these are partial."""
         system = self.system
-        batch = system.batch_shape
-        couplings = system.couplings.to_dense()
-        couplings = couplings.expand(*batch, *couplings.shape[-2:])
         # Inference mode knows no derivatives, not even for a magnetization.
         with torch.inference_mode(False), torch.enable_grad():
             arguments = tuple(
                 tensor.view_as(tensor) if self.tracks_gradients else tensor.detach().clone()
-                for tensor in (couplings, system.field, system.beta)
+                for tensor in (self._dense(), system.field, system.beta)
             )
             j, h, beta = (
                 tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in arguments
@@ -317,11 +319,7 @@ class DerivedEquilibrium(Equilibrium):
     @observable
     def log_partition(self) -> Tensor:
         # Its own evaluation: a backward pass through it leaves the graph of the derivatives whole.
-        system = self.system
-        couplings = system.couplings.to_dense().expand(
-            *system.batch_shape, system.num_spins, system.num_spins
-        )
-        return self._function(couplings, system.field, system.beta)
+        return self._function(self._dense(), self.system.field, self.system.beta)
 
     @property
     @observable
