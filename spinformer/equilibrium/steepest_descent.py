@@ -134,6 +134,8 @@ class SteepestDescent:
         if bool(saddle.broken.any()):
             system, broken = system.isolated()
             saddle = self._saddle(system, initial)
+            if bool(saddle.broken.any()):  # finite, but beta J or beta h is not
+                broken = saddle.broken if broken is None else broken | saddle.broken
         found = saddle.solution
         scale, _ = _reduced(system)
         unit = scale.detach() if self.auxiliary == "shared" else scale.detach()[..., None]

@@ -620,3 +620,17 @@ def test_too_few_iterations_raise_or_warn(generator):
     with pytest.warns(sf.ConvergenceWarning):
         eq = SteepestDescent(max_iterations=3, on_failure="warn").solve(system)
     assert not bool(eq.converged) and float(eq.solution.residual) > 1e-3
+
+
+@pytest.mark.parametrize("auxiliary", AUXILIARY)
+def test_couplings_that_overflow_with_beta_are_broken(auxiliary):
+    """Finite J and beta whose product is not: NaN in every quantity, and only there."""
+    j = torch.tensor([[0.0, 1e300], [1e300, 0.0]], dtype=F64)
+    beta = torch.tensor([1e-300, 1e10], dtype=F64)
+    system = sf.SpinSystem(j, torch.ones(2, 2, dtype=F64), beta, sf.Sphere(2))
+    answer = SteepestDescent(auxiliary, on_failure="ignore").solve(system)
+    assert answer.converged.tolist() == [True, False]
+    for name in ("log_partition", "internal_energy", "entropy"):
+        assert torch.isfinite(getattr(answer, name)).tolist() == [True, False]
+    with pytest.raises(sf.ConvergenceError, match="1 of 2"):
+        SteepestDescent(auxiliary).solve(system)
