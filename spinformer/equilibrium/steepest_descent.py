@@ -364,8 +364,17 @@ class SteepestDescentEquilibrium(Equilibrium):
         lost = self._saddle.weigh(curvature, own, own)[..., 0, 0]
         return self._cast(self.system.dim / 2 * (self.system.num_present - lost))
 
-    @observable
-    def susceptibility(self) -> Tensor:
+    def _susceptibility_product(self, vector: Tensor) -> Tensor:
+        r""":math:`\chi v` from the closed form, O(N^2 D) once P is inverted."""
+        mu, inverse = self._attached[2], self._inverse
+        _, curvature = self._saddle.curvature(*self._attached[1:])
+        first = inverse @ vector.to(inverse.dtype)
+        lever = (mu * first).sum(-1, keepdim=True)
+        every = torch.eye(self.system.num_spins, dtype=mu.dtype, device=mu.device)
+        second = inverse @ (mu * self._saddle.weigh(curvature, every, lever))
+        return self._cast(self._inputs[1][..., None, None] * (first - 2 * second))
+
+    def _susceptibility(self) -> Tensor:
         r""":math:`\chi` with the response of the auxiliary variables, O(N^3 D + N^3 D^2)."""
         mu = self._attached[2]
         n, d = mu.shape[-2:]
@@ -381,6 +390,9 @@ class SteepestDescentEquilibrium(Equilibrium):
         return self._cast(scale * (first - 2 * second))
 
     def _linear_response_correlations(self) -> Tensor:
+        return self._coupling_correlations()
+
+    def _coupling_correlations(self) -> Tensor:
         mu = self._attached[2]
         return self._cast(self._radius**2 * (self._inverse + mu @ mu.mT))
 

@@ -105,6 +105,15 @@ class FixedPoint:
             solution = self._iterate(lambda z: function(z, *inputs), initial.detach(), scale)
         if check:
             self.check(solution)
+        value = self.attach(solution, function, inputs)
+        return Solution(value, solution.residual, solution.iterations, solution.converged)
+
+    def attach(self, solution: Solution, function: Map, inputs: Sequence[Tensor]) -> Tensor:
+        r"""The value of a solution of z = function(z, \*inputs) with its implicit derivative.
+
+        For a fixed point that is known already and now depends on other tensors of the same values:
+        :meth:`solve` without its iteration.
+        """
 
         def adjoint(vjp: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
             # A system that has no value has no gradient either; its NaN must not reach a shared
@@ -122,8 +131,7 @@ class FixedPoint:
             )
             return torch.where(usable[..., None, None], linear.value * factor, 0.0)
 
-        value = implicit(solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint)
-        return Solution(value, solution.residual, solution.iterations, solution.converged)
+        return implicit(solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint)
 
     def check(self, solution: Solution) -> None:
         """Apply ``on_failure`` to a solution."""

@@ -114,3 +114,56 @@ def _vjp(residual: Residual, u: Tensor, z: Tensor, inputs: Sequence[Tensor]) -> 
     z = _alias(z, connected=True)
     (product,) = torch.autograd.grad(residual(z, *inputs), z, u, create_graph=True)
     return product
+
+
+def envelope(function: Callable[..., Tensor], state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    r"""The value of a function at a point where it is stationary.
+
+    With :math:`\partial\Phi/\partial z = 0` at :math:`z(x)`,
+
+    .. math:: \frac{\mathrm d}{\mathrm dx} \Phi(z(x), x) = \frac{\partial\Phi}{\partial x},\qquad
+              \frac{\mathrm d^2}{\mathrm dx^2} \Phi = \frac{\partial^2\Phi}{\partial x^2}
+              + \frac{\partial^2\Phi}{\partial x\,\partial z} \frac{\mathrm dz}{\mathrm dx} .
+
+    A first derivative holds z fixed and costs no adjoint solve; second and higher ones go through
+    the graph of z. An error of z enters the value and its first derivative as its square and
+    itself.
+
+    Args:
+        function: differentiable ``Phi(z, *inputs)``, any shape. Every tensor that needs a gradient
+            must be one of ``inputs``.
+        state: ``z``, with the graph of its dependence on the inputs (:func:`implicit`).
+        inputs: the tensors that the value depends on.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        value: Tensor = _Envelope.apply(function, state, *inputs)
+        return value
+    return function(state.detach(), *inputs)
+
+
+class _Envelope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, function: Callable[..., Tensor], state: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        ctx.function = function  # type: ignore[attr-defined]
+        ctx.save_for_backward(state, *inputs)
+        return function(state, *inputs).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        state, *arguments = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # New names: the derivative is partial, and what depends on ``state`` stays out of it.
+            inputs = [
+                _alias(tensor, again) if need else tensor.detach()
+                for tensor, need in zip(arguments, needed, strict=True)
+            ]
+            out = ctx.function(state if again else state.detach(), *inputs)
+            wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+            grads = iter(
+                torch.autograd.grad(out, wanted, grad_output, create_graph=again, allow_unused=True)
+            )
+        return (None, None, *(next(grads) if need else None for need in needed))

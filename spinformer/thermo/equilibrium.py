@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,7 @@ __all__ = [
     "observable",
 ]
 
-CorrelationMethod = Literal["linear_response", "product"]
+CorrelationMethod = Literal["linear_response", "product", "coupling"]
 LogPartition = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -79,11 +80,7 @@ def observable(method: Callable[[_Self], Tensor]) -> Callable[[_Self], Tensor]:
                 self._remembered[name] = in_solving_mode(method)(self)
             finally:
                 self._inside -= 1
-        value = self._remembered[name]
-        if self.broken is None or self._inside:
-            return value
-        axes = value.ndim - self.broken.ndim
-        return torch.where(self.broken.reshape(*self.broken.shape, *[1] * axes), torch.nan, value)
+        return self._hide_broken(self._remembered[name])
 
     return compute
 
@@ -162,12 +159,20 @@ class Equilibrium(abc.ABC):
         """C = dU/dT = beta^2 Var(E), the heat capacity of each whole system, (...)."""
 
     @abc.abstractmethod
-    def susceptibility(self) -> Tensor:
-        """chi = dm_i/dh_j, (..., N, D, N, D). Dense: N^2 D^2 numbers a system."""
+    def _susceptibility_product(self, vector: Tensor) -> Tensor:
+        """chi v for v (..., N, D) that is zero at absent sites."""
+
+    @abc.abstractmethod
+    def _susceptibility(self) -> Tensor:
+        """chi of all pairs, (..., N, D, N, D)."""
 
     @abc.abstractmethod
     def _linear_response_correlations(self) -> Tensor:
         """<S_i . S_j> off the diagonal from a derivative of log Z, (..., N, N)."""
+
+    @abc.abstractmethod
+    def _coupling_correlations(self) -> Tensor:
+        """2 d(-F)/dJ_ij off the diagonal, for a J that stays symmetric, (..., N, N)."""
 
     # -- what follows ---------------------------------------------------------------------------
 
@@ -215,12 +220,18 @@ class Equilibrium(abc.ABC):
         r""":math:`\langle S_i \cdot S_j\rangle`, shape (..., N, N).
 
         Args:
-            method: ``"linear_response"``, the derivative of the free energy in the couplings (or,
-                where that sees no correlation, in the fields); ``"product"``, the factorized
-                :math:`m_i\cdot m_j`. On spheres the diagonal is R^2 in both.
+            method: ``"linear_response"``, the best that the approximation has: for mean field
+                :math:`m_i\cdot m_j + \operatorname{tr}\chi_{ij}/\beta`, else the derivative of the
+                free energy in the couplings. ``"coupling"``, always that derivative,
+                :math:`-2\,\partial F/\partial J_{ij}` for a J that stays symmetric: what a change
+                of J meets, for mean field the product. ``"product"``, the factorized
+                :math:`m_i\cdot m_j`. On spheres the diagonal is R^2 in all three. An exact solution
+                makes the first two equal.
         """
-        check_choice("method", method, ("linear_response", "product"))
-        return self._product() if method == "product" else self._linear_response()
+        check_choice("method", method, ("linear_response", "product", "coupling"))
+        if method == "product":
+            return self._product()
+        return self._coupling() if method == "coupling" else self._linear_response()
 
     @observable
     def _product(self) -> Tensor:
@@ -229,6 +240,156 @@ class Equilibrium(abc.ABC):
     @observable
     def _linear_response(self) -> Tensor:
         return self._with_diagonal(self._linear_response_correlations())
+
+    @observable
+    def _coupling(self) -> Tensor:
+        return self._with_diagonal(self._coupling_correlations())
+
+    def susceptibility_product(self, vector: Tensor) -> Tensor:
+        r""":math:`(\chi v)_{ia} = \sum_{jb} \chi_{ia,jb} v_{jb}`, shape (..., N, D).
+
+        The response of all magnetizations to a small field along v, without the N^2 D^2 numbers of
+        :math:`\chi`.
+
+        Args:
+            vector: v, broadcastable to (..., N, D).
+        """
+        vector = self._check_vector(vector)
+        self._inside += 1
+        try:
+            with torch.set_grad_enabled(self.tracks_gradients):
+                product = self._susceptibility_product(vector)
+        finally:
+            self._inside -= 1
+        return self._hide_broken(product)
+
+    def susceptibility(self, sites: Sequence[int] | None = None) -> Tensor:
+        r""":math:`\chi_{ia,jb} = \partial m_{ia}/\partial h_{jb}`, shape (..., N, D, N, D).
+
+        Args:
+            sites: only the columns of these sites j, (..., N, D, len(sites), D), by one
+                :meth:`susceptibility_product` for each of their components. A single pair is
+                ``susceptibility([j])[..., i, :, 0, :]``. None: all, N^2 D^2 numbers a system.
+
+        Raises:
+            IndexError: a site that does not exist.
+        """
+        if sites is None:
+            everything: Tensor = self._all_susceptibilities()
+            return everything
+        n, d = self.system.num_spins, self.system.dim
+        columns = [self._column(_site(j, n), b) for j in sites for b in range(d)]
+        if not columns:
+            return self.system.field.new_zeros(*self.system.batch_shape, n, d, 0, d)
+        return torch.stack(columns, -1).unflatten(-1, (len(columns) // d, d))
+
+    @observable
+    def _all_susceptibilities(self) -> Tensor:
+        return self._susceptibility()
+
+    def _column(self, site: int, component: int) -> Tensor:
+        direction = torch.zeros_like(self.system.field)
+        direction[..., site, component] = 1
+        return self.susceptibility_product(direction)
+
+    @observable
+    def local_susceptibility(self) -> Tensor:
+        r""":math:`\chi_{ia,ib}`, the response of every site to its own field, (..., N, D, D).
+
+        Where an approximation has no closed form: N D products, but no N^2 D^2 memory.
+        """
+        n, d = self.system.num_spins, self.system.dim
+        blocks = [
+            torch.stack([self._column(i, b)[..., i, :] for b in range(d)], -1) for i in range(n)
+        ]
+        if not blocks:
+            return self.system.field.new_zeros(*self.system.batch_shape, 0, d, d)
+        return torch.stack(blocks, -3)
+
+    @observable
+    def uniform_susceptibility(self) -> Tensor:
+        r""":math:`\sum_{ij}\chi_{ia,jb}`, the total moment's response to a uniform field.
+
+        Shape (..., D, D), a total over present sites; D products.
+        """
+        uniform = torch.zeros_like(self.system.field)
+        columns = []
+        for b in range(self.system.dim):
+            direction = uniform.clone()
+            direction[..., b] = 1
+            if self.system.mask is not None:
+                direction = direction.masked_fill(self.system.mask[..., None], 0.0)
+            columns.append(self.susceptibility_product(direction).sum(-2))
+        return torch.stack(columns, -1)
+
+    @observable
+    def order_ratio(self) -> Tensor:
+        r""":math:`|\langle M\rangle|^2 / \langle |M|^2\rangle` of the total moment M, (...).
+
+        With :math:`\langle|M|^2\rangle = \sum_{ij}\langle S_i\cdot S_j\rangle` in linear response:
+        0 without order, towards 1 where the moment hardly fluctuates. It takes two derivatives of
+        log Z; Binder's cumulant, the same question to the fourth moment, takes four, and is left
+        to sampling. Zero without a present site.
+        """
+        moment = self.magnetization.sum(-2).square().sum(-1)
+        square = self._linear_response().sum((-2, -1))
+        return torch.where(square == 0, 0.0, moment / torch.where(square == 0, 1.0, square))
+
+    @observable
+    def stability(self) -> Tensor:
+        r"""Smallest eigenvalue of the Hessian of :math:`\beta G(m)`, in units of a free spin's.
+
+        G is the Gibbs free energy, the Legendre transform of F, and its Hessian
+        :math:`\chi^{-1}`: this is the smallest :math:`\beta v / \chi_k` over the eigenvalues
+        :math:`\chi_k` of the susceptibility, v the variance of a component of a free spin. 1
+        without couplings and fields; zero for a mode without restoring force, as the rotations of
+        an ordered state; negative for a saddle or a maximum, from which fluctuations lead away.
+        (...); O((N D)^3) a system.
+        """
+        chi = self._all_susceptibilities().detach()
+        n, d = self.system.num_spins, self.system.dim
+        chi = chi.reshape(*self.system.batch_shape, n * d, n * d)
+        values: Tensor = torch.linalg.eigvalsh((chi + chi.mT) / 2)
+        # An absent site responds with zero: no mode, and no minimum.
+        unit = self.system.beta.detach()[..., None] * self.system.site.scale**2
+        stiffness = torch.where(values == 0, torch.inf, unit / values)
+        return stiffness.amin(-1) if n else torch.full_like(self.system.beta, torch.inf)
+
+    @property
+    def is_stable(self) -> Tensor:
+        """Whether each system's solution is stable or marginal, (...) bool; see :meth:`stability`.
+
+        Marginal eigenvalues come out at the size of the residual instead of zero, hence the margin
+        of the square root of rounding.
+        """
+        margin: float = torch.finfo(self.system.field.dtype).eps ** 0.5
+        return self.stability() > -margin
+
+    def _check_vector(self, vector: Tensor) -> Tensor:
+        """A vector of one entry a component in the shape of the field, zero at absent sites."""
+        if not isinstance(vector, Tensor):
+            raise TypeError(f"vector must be a tensor, not {type(vector).__name__}")
+        field = self.system.field
+        try:
+            vector = vector.to(field.dtype).expand(field.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"vector has shape {tuple(vector.shape)}: it must broadcast to the field's "
+                f"{tuple(field.shape)}"
+            ) from error
+        return self._clear(vector)
+
+    def _clear(self, state: Tensor) -> Tensor:
+        """Zero at absent sites."""
+        mask = self.system.mask
+        return state if mask is None else state.masked_fill(mask[..., None], 0.0)
+
+    def _hide_broken(self, value: Tensor) -> Tensor:
+        """NaN in systems that were given broken, as a user sees them."""
+        if self.broken is None or self._inside:
+            return value
+        axes = value.ndim - self.broken.ndim
+        return torch.where(self.broken.reshape(*self.broken.shape, *[1] * axes), torch.nan, value)
 
     def _with_diagonal(self, correlations: Tensor) -> Tensor:
         radius = self.system.site.radius
@@ -250,6 +411,14 @@ class Equilibrium(abc.ABC):
         )
 
 
+def _site(index: int, num_spins: int) -> int:
+    """A site's number, counted from either end."""
+    number = operator.index(index)
+    if not -num_spins <= number < num_spins:
+        raise IndexError(f"site {number} does not exist: there are {num_spins} sites")
+    return number % num_spins
+
+
 class DerivedEquilibrium(Equilibrium):
     """An equilibrium whose every quantity is a derivative of a given log-partition function.
 
@@ -261,7 +430,7 @@ class DerivedEquilibrium(Equilibrium):
         solution: the evidence of whatever the function stands on.
 
     Cost: one gradient each for magnetization, energy and correlations, two for the specific heat,
-    and N D gradients for the susceptibility.
+    one a susceptibility product, and N D for all of the susceptibility.
     """
 
     def __init__(
@@ -347,30 +516,47 @@ class DerivedEquilibrium(Equilibrium):
             )
         return self._finish(self.system.beta**2 * second)
 
-    @observable
-    def susceptibility(self) -> Tensor:
-        h = self._graph[1]
+    @cached_property
+    def _moment(self) -> Tensor:
+        """m with a graph for its derivatives in the field."""
         with torch.inference_mode(False), torch.enable_grad():
-            m = self._first[1] / self.system.beta[..., None, None]
-            rows = [
-                torch.autograd.grad(
-                    m[..., i, a].sum(),
-                    h,
-                    create_graph=self.tracks_gradients,
-                    retain_graph=True,
-                    materialize_grads=True,
-                )[0]
-                for i in range(m.shape[-2])
-                for a in range(m.shape[-1])
-            ]
-        shape = (*m.shape[-2:], *m.shape[-2:])
-        chi = (torch.stack(rows, -3) if rows else m).reshape(*self.system.batch_shape, *shape)
+            return self._first[1] / self.system.beta[..., None, None]
+
+    def _response(self, direction: Tensor) -> Tensor:
+        """Derivative of the moment along a direction: chi is symmetric."""
+        with torch.inference_mode(False), torch.enable_grad():
+            (row,) = torch.autograd.grad(
+                self._moment,
+                self._graph[1],
+                direction,
+                create_graph=self.tracks_gradients,
+                retain_graph=True,
+                materialize_grads=True,
+            )
+        return row
+
+    def _susceptibility_product(self, vector: Tensor) -> Tensor:
+        return self._finish(self._clear(self._response(vector)))
+
+    def _susceptibility(self) -> Tensor:
+        n, d = self._moment.shape[-2:]
+        rows = []
+        for i in range(n):
+            for a in range(d):
+                direction = torch.zeros_like(self._moment)
+                direction[..., i, a] = 1
+                rows.append(self._response(self._clear(direction)))
+        shape = (*self.system.batch_shape, n, d, n, d)
+        chi = torch.stack(rows, -3).reshape(shape) if rows else self._moment.new_zeros(shape)
         if self.system.present is not None:
             present = self.system.present[..., None].to(chi.dtype)
-            chi = chi * present[..., :, :, None, None] * present[..., None, None, :, :]
+            chi = chi * present[..., None, None, :, :]
         return self._finish(chi)
 
     def _linear_response_correlations(self) -> Tensor:
+        return self._coupling_correlations()
+
+    def _coupling_correlations(self) -> Tensor:
         gradient = self._first[0]
         symmetric = (gradient + gradient.mT) / self.system.beta[..., None, None]
         if self.system.mask is not None:

@@ -250,14 +250,94 @@ def test_correlations_are_the_response_to_couplings(case: Case) -> None:
     """<S_i . S_j> = -dF/dJ_ij. Of mean field this derivative is the product m_i . m_j."""
     system = case.system()
     equilibrium = case.solve(system)
-    method = "product" if isinstance(case.solver, MeanField) else "linear_response"
-    correlations = equilibrium.correlations(method)
+    correlations = equilibrium.correlations("coupling")
+    same = equilibrium.correlations(
+        "product" if isinstance(case.solver, MeanField) else "linear_response"
+    )
+    close(correlations, same, rtol=1e-12)
     matrix = system.couplings.to_dense()
     change = torch.zeros_like(matrix)
     change[0, 1] = change[1, 0] = 1.0
     expected = -slope(lambda e: case.solve(case.system(couplings=matrix + e * change)).free_energy)
     close(correlations[0, 1], expected)
     close(correlations, correlations.mT, rtol=1e-12)
+
+
+# --- second order, piece by piece ----------------------------------------------------------------
+
+
+@every_case
+def test_parts_of_the_susceptibility(case: Case) -> None:
+    """Products, columns, diagonal blocks and totals are those of the dense one."""
+    equilibrium = case.solve(case.system())
+    chi = equilibrium.susceptibility()
+    n, d = case.num_spins, case.site.dim
+    vector = torch.randn(n, d, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    close(equilibrium.susceptibility_product(vector), torch.einsum("iajb,jb->ia", chi, vector))
+    close(equilibrium.susceptibility([1, 0]), chi[:, :, [1, 0]])
+    close(equilibrium.susceptibility([-1]), chi[:, :, [n - 1]])
+    assert equilibrium.susceptibility([]).shape == (n, d, 0, d)
+    with pytest.raises(IndexError, match=f"site {n} does not exist"):
+        equilibrium.susceptibility([n])
+    with pytest.raises(ValueError, match="vector"):
+        equilibrium.susceptibility_product(torch.zeros(n + 1, d).double())
+    close(equilibrium.local_susceptibility(), torch.einsum("iaib->iab", chi))
+    close(equilibrium.uniform_susceptibility(), chi.sum((0, 2)))
+
+
+@every_case
+def test_parts_of_the_susceptibility_in_a_batch(case: Case) -> None:
+    """The same of every system, with absent sites left out, and differentiable."""
+    _, arguments = stacked(case)
+    mask = torch.zeros(3, case.num_spins, dtype=torch.bool)
+    mask[1, 0] = mask[2, -1] = True
+    given = {name: tensor.clone().requires_grad_() for name, tensor in arguments.items()}
+    equilibrium = case.solve(case.system(**given, mask=mask, symmetrize=True))
+    chi = equilibrium.susceptibility()
+    vector = torch.ones_like(arguments["field"])
+    close(equilibrium.susceptibility_product(vector), chi.sum((-2, -1)))
+    close(equilibrium.local_susceptibility(), torch.einsum("...iaib->...iab", chi))
+    close(equilibrium.uniform_susceptibility(), chi.sum((-4, -2)))
+    weight = torch.randn(chi.shape, generator=torch.Generator().manual_seed(5)).double()
+    dense = torch.einsum("...iaib,...iaib->", chi, weight)
+    parts = (torch.einsum("...iaib->...iab", weight) * equilibrium.local_susceptibility()).sum()
+    for one, other in zip(
+        *(
+            torch.autograd.grad(x, given.values(), retain_graph=True, materialize_grads=True)
+            for x in (dense, parts)
+        ),
+        strict=True,
+    ):
+        close(one, other)
+
+
+@every_case
+def test_stability_is_the_inverse_of_the_largest_response(case: Case) -> None:
+    """All cases are stable; where a free energy exists its curvature is 1 / chi."""
+    equilibrium = case.solve(case.system())
+    size = case.num_spins * case.site.dim
+    values = torch.linalg.eigvalsh(equilibrium.susceptibility().detach().reshape(size, size))
+    stiffness = 0.8 * case.site.scale**2 / float(values.max())
+    found = float(equilibrium.stability())
+    if isinstance(case.solver, MeanField):
+        # Of the map instead: 1 - C K has the sign, not the size, of C^-1 - K.
+        assert 0 < found <= 1
+        assert 0 <= float(equilibrium.spectral_radius()) < 1
+    else:
+        assert found == pytest.approx(stiffness, rel=1e-8)
+    assert bool(equilibrium.is_stable)
+
+
+@every_case
+def test_order_ratio(case: Case) -> None:
+    equilibrium = case.solve(case.system())
+    moment = equilibrium.magnetization.sum(0)
+    expected = moment.square().sum() / equilibrium.correlations().sum()
+    close(equilibrium.order_ratio(), expected)
+    aligned = case.system(field=100 * torch.ones(case.num_spins, case.site.dim).double())
+    if case.site.radius is not None and case.in_field:
+        # Relative fluctuations of a moment in a field b = 80 sqrt(D) are of order 1 / (R b).
+        assert 0.9 < float(case.solve(aligned).order_ratio().detach()) <= 1
 
 
 @spheres
@@ -445,6 +525,9 @@ def test_empty(case: Case, empty: str) -> None:
     assert equilibrium.log_partition.shape == (batch,)
     assert equilibrium.correlations().shape == (batch, n, n)
     assert equilibrium.susceptibility().shape == (batch, n, case.site.dim, n, case.site.dim)
+    assert equilibrium.local_susceptibility().shape == (batch, n, case.site.dim, case.site.dim)
+    assert equilibrium.uniform_susceptibility().shape == (batch, case.site.dim, case.site.dim)
+    assert equilibrium.order_ratio().shape == equilibrium.stability().shape == (batch,)
     (equilibrium.free_energy.sum() + equilibrium.magnetization.sum()).backward()
 
 

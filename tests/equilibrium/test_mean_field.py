@@ -142,3 +142,41 @@ def test_no_present_site_has_no_density():
     mask = torch.tensor([[False, False], [True, True]])
     system = sf.SpinSystem(torch.zeros(2, 2), torch.ones(2, 2, 1), 1.0, sf.Ising(), mask=mask)
     assert float(sf.MeanField().solve(system).free_energy_per_spin[1]) == 0.0
+
+
+def test_large_systems_answer_without_a_dense_susceptibility():
+    """600 components: products by iteration, against the dense solve, in value and derivative."""
+    generator = torch.Generator().manual_seed(7)
+    matrix = torch.randn(200, 200, generator=generator, dtype=F64) / 200**0.5 / 5
+    matrix.requires_grad_()
+    field = torch.randn(200, 3, generator=generator, dtype=F64).requires_grad_()
+    vector = torch.randn(200, 3, generator=generator, dtype=F64)
+    for symmetrize in (True, False):
+        system = sf.SpinSystem(matrix, field, 0.9, sf.Sphere(3), symmetrize=symmetrize)
+        equilibrium = sf.MeanField(tolerance=1e-12).solve(system)
+        found = equilibrium.susceptibility_product(vector)
+        expected = torch.einsum("iajb,jb->ia", equilibrium.susceptibility(), vector)
+        # The iteration stops at a relative residual of 1e-10.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        one, other = (
+            torch.autograd.grad(x.square().sum(), (matrix, field), retain_graph=True)
+            for x in (found, expected)
+        )
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_spectral_radius_is_the_rate_of_the_iteration():
+    """An error shrinks by it an iteration, once its largest component is all that is left."""
+    matrix = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=F64)
+    field = torch.tensor([[0.3], [0.1]], dtype=F64)
+    system = sf.SpinSystem(matrix, field, 0.7, sf.Ising())
+    equilibrium = sf.MeanField(tolerance=1e-14).solve(system)
+    m = equilibrium.magnetization
+    errors = []
+    z = m + 1e-4 * torch.tensor([[1.0], [1.0]], dtype=F64)
+    for _ in range(6):
+        z = sf.Ising().mean(0.7 * system.force(z))
+        errors.append(float((z - m).norm()))
+    # Two iterations, as the leading eigenvalue is negative; corrections are of order 1e-4.
+    rate = (errors[5] / errors[3]) ** 0.5
+    assert rate == pytest.approx(float(equilibrium.spectral_radius()), rel=1e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from spinformer.solve import implicit
+from spinformer.solve import envelope, implicit
 
 STEPS = 200  # contraction 0.6 at worst: 0.6^200 = 4e-45, far below rounding
 
@@ -93,3 +93,45 @@ def test_no_graph_without_grad(inputs):
     with torch.no_grad():
         assert not fixed_point(*inputs).requires_grad
     assert not fixed_point(*(tensor.detach() for tensor in inputs)).requires_grad
+
+
+def free_energy(m, h, j):
+    """Stationary in m where m = tanh(h + j m), for symmetric j."""
+    b = h + j @ m
+    return torch.log(torch.cosh(b)).sum() - (m * (j @ m)).sum() / 2
+
+
+def stationary_value(h, j):
+    j = (j + j.mT) / 2
+    return envelope(free_energy, fixed_point(h, j), (h, j))
+
+
+def test_derivatives_of_a_stationary_value(inputs):
+    """First, second and third ones against finite differences of the value alone."""
+    assert gradcheck(stationary_value, inputs)
+    assert gradgradcheck(stationary_value, inputs)
+
+    def slope(h):
+        (first,) = torch.autograd.grad(stationary_value(h, inputs[1]), h, create_graph=True)
+        (second,) = torch.autograd.grad((first**3).sum(), h, create_graph=True)
+        return second
+
+    assert gradcheck(slope, (inputs[0],))
+
+
+def test_first_derivative_of_a_stationary_value_solves_nothing(inputs):
+    h, j = (tensor.detach() for tensor in inputs)
+    j = (j + j.mT) / 2
+    m = fixed_point(h, j).requires_grad_()  # no adjoint to solve: it would be the leaf's gradient
+    h.requires_grad_()
+    (gradient,) = torch.autograd.grad(envelope(free_energy, m, (h, j)), h)
+    torch.testing.assert_close(gradient, m.detach(), rtol=1e-12, atol=1e-14)
+    # The value's own derivative in the state is not taken, however wrong the state.
+    envelope(free_energy, m, (h, j)).backward()
+    assert m.grad is None
+
+
+def test_a_stationary_value_without_gradients(inputs):
+    h, j = (tensor.detach() for tensor in inputs)
+    value = envelope(free_energy, fixed_point(h, j), (h, j))
+    assert not value.requires_grad
