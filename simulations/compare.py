@@ -38,6 +38,7 @@ from simulations.models import (
     tokens_of,
 )
 from simulations.runs import Outcome, RunStore, replaced, run_all, write_json
+from simulations.tables import align
 from simulations.training import Budget, Job
 
 TASKS = ("sentiment", "digits")
@@ -318,7 +319,7 @@ def render(results: dict[str, Any], task: str) -> str:
         "worst res.",
         "converged",
     )
-    rows = [header]
+    rows = []
     for block, row in entry["blocks"].items():
         rows.append(
             (
@@ -336,16 +337,8 @@ def render(results: dict[str, Any], task: str) -> str:
                 _or_dash(row["converged"], ".1%"),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([f"{task}: {entry['title']}", *lines, *_footnotes(entry)])
+    table = align(header, rows)
+    return "\n".join([f"{task}: {entry['title']}", table, *_footnotes(entry)])
 
 
 def _footnotes(entry: dict[str, Any]) -> list[str]:

@@ -210,9 +210,16 @@ class MeanFieldEquilibrium(Equilibrium):
         Raises:
             ConvergenceError: the iteration fails, as it may at an unstable solution.
         """
-        n, d = self.system.num_spins, self.system.dim
-        if n * d <= _DENSE_ROWS:
+        if self._is_small:
             return torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
+        return self._iterated_product(vector)
+
+    @property
+    def _is_small(self) -> bool:
+        return self.system.num_spins * self.system.dim <= _DENSE_ROWS
+
+    def _iterated_product(self, vector: Tensor) -> Tensor:
+        """chi v for v (..., N, D), which may have more leading axes than the system."""
         couplings = self.system.couplings
         size = vector.detach().abs().amax((-2, -1), keepdim=True)
         size = torch.where(size > 0, size, 1.0)
@@ -229,9 +236,24 @@ class MeanFieldEquilibrium(Equilibrium):
         return size * solver.solve(respond, torch.zeros_like(vector), inputs, scale=unit).value
 
     def _linear_response_correlations(self) -> Tensor:
-        connected = torch.einsum("...iaja->...ij", self._all_susceptibilities())
         m = self.magnetization
-        return m @ m.mT + connected / self.system.beta[..., None, None]
+        return m @ m.mT + self._trace_of_chi() / self.system.beta[..., None, None]
+
+    def _trace_of_chi(self) -> Tensor:
+        """sum_a chi_ia,ja, (..., N, N)."""
+        if self._is_small:
+            return torch.einsum("...iaja->...ij", self._all_susceptibilities())
+        n, d = self.magnetization.shape[-2:]
+        batch = self.system.batch_shape
+        # All sites j at once, one component after the other: N^2 D numbers, not N^2 D^2.
+        identity = torch.eye(n, dtype=self.magnetization.dtype, device=self.magnetization.device)
+        pushes = identity.reshape(n, *[1] * len(batch), n).expand(n, *batch, n)
+        total = identity.new_zeros(n, *batch, n)
+        for a in range(d):
+            vectors = torch.zeros_like(pushes)[..., None].repeat_interleave(d, -1)
+            vectors[..., a] = pushes
+            total = total + self._iterated_product(vectors)[..., a]
+        return total.movedim(0, -1)
 
     def _coupling_correlations(self) -> Tensor:
         self.system.require_symmetric("The derivative of the mean-field free energy in J")

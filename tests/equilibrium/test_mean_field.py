@@ -163,6 +163,12 @@ def test_large_systems_answer_without_a_dense_susceptibility():
             for x in (found, expected)
         )
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        m = equilibrium.magnetization
+        connected = torch.einsum("iaja->ij", equilibrium.susceptibility()) / 0.9
+        off = ~torch.eye(200, dtype=torch.bool)
+        torch.testing.assert_close(
+            equilibrium.correlations()[off], (m @ m.mT + connected)[off], rtol=0, atol=1e-9
+        )
 
 
 def test_spectral_radius_is_the_rate_of_the_iteration():
