@@ -350,10 +350,14 @@ class Equilibrium(abc.ABC):
         n, d = self.system.num_spins, self.system.dim
         chi = chi.reshape(*self.system.batch_shape, n * d, n * d)
         values: Tensor = torch.linalg.eigvalsh((chi + chi.mT) / 2)
-        # An absent site responds with zero: no mode, and no minimum.
+        if not n:
+            return torch.full_like(self.system.beta, torch.inf)
+        # An absent site responds with zero, and a spin in a strong field with less than rounding,
+        # of either sign: neither is soft.
         unit = self.system.beta.detach()[..., None] * self.system.site.scale**2
-        stiffness = torch.where(values == 0, torch.inf, unit / values)
-        return stiffness.amin(-1) if n else torch.full_like(self.system.beta, torch.inf)
+        largest = torch.maximum(values.abs().amax(-1, keepdim=True), unit)
+        rounding = 10 * n * d * torch.finfo(values.dtype).eps * largest
+        return torch.where(values.abs() <= rounding, torch.inf, unit / values).amin(-1)
 
     @property
     def is_stable(self) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from spinformer.equilibrium.bethe import Bethe
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
 from spinformer.equilibrium.steepest_descent import SteepestDescent
@@ -29,7 +30,7 @@ class Case:
     """A solver with a site law, and the couplings that it can solve."""
 
     name: str
-    solver: MeanField | SteepestDescent | Exact
+    solver: MeanField | Bethe | SteepestDescent | Exact
     site: SiteLaw
     num_spins: int = 3
     strength: float = 0.4
@@ -56,12 +57,17 @@ class Case:
 
 # Residuals of 1e-13 leave finite differences of first derivatives (step 1e-2 here) exact to 1e-11.
 MEAN_FIELD = MeanField(tolerance=1e-13)
+BETHE = Bethe(tolerance=1e-14)
 CASES = [
     Case("mean field, Ising", MEAN_FIELD, Ising()),
     Case("mean field, sphere", MEAN_FIELD, Sphere(3)),
     Case("mean field, large D", MEAN_FIELD, LargeDSphere(3, radius=1.2)),
     Case("mean field, Gaussian", MEAN_FIELD, Gaussian(2, 0.6), strength=0.3),
     Case("mean field, no field", MEAN_FIELD, Sphere(3), strength=0.2, in_field=False),
+    Case("Bethe, Ising", BETHE, Ising()),
+    Case("Bethe, tree", BETHE, Ising(), num_spins=4, bonds="chain"),
+    Case("Bethe, spheres", BETHE, Sphere(3), strength=0.2, in_field=False),
+    Case("Bethe, large D", BETHE, LargeDSphere(3, radius=1.2), strength=0.2, in_field=False),
     Case("SD0, site", SteepestDescent(auxiliary="site"), Sphere(3)),
     Case("SD0, shared", SteepestDescent(auxiliary="shared"), Sphere(3)),
     Case("SD1, site", SteepestDescent(auxiliary="site", fluctuations=True), Sphere(3)),
@@ -153,7 +159,7 @@ def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str) -> No
     shared = {name: part.clone().requires_grad_() for name, part in parts.items() if name != where}
     broken = torch.stack([parts[where], torch.full_like(parts[where], torch.nan)])
     solver = copy.copy(case.solver)
-    if isinstance(solver, MeanField):
+    if isinstance(solver, MeanField | Bethe):
         solver.fixed_point = dataclasses.replace(solver.fixed_point, on_failure="ignore")
     else:
         solver.on_failure = "ignore"
@@ -251,10 +257,10 @@ def test_correlations_are_the_response_to_couplings(case: Case) -> None:
     system = case.system()
     equilibrium = case.solve(system)
     correlations = equilibrium.correlations("coupling")
-    same = equilibrium.correlations(
-        "product" if isinstance(case.solver, MeanField) else "linear_response"
-    )
-    close(correlations, same, rtol=1e-12)
+    if isinstance(case.solver, MeanField):
+        close(correlations, equilibrium.correlations("product"), rtol=1e-12)
+    elif not isinstance(case.solver, Bethe):  # which has both, different ones
+        close(correlations, equilibrium.correlations("linear_response"), rtol=1e-12)
     matrix = system.couplings.to_dense()
     change = torch.zeros_like(matrix)
     change[0, 1] = change[1, 0] = 1.0
@@ -326,6 +332,17 @@ def test_stability_is_the_inverse_of_the_largest_response(case: Case) -> None:
     else:
         assert found == pytest.approx(stiffness, rel=1e-8)
     assert bool(equilibrium.is_stable)
+
+
+@every_case
+def test_strong_fields_are_stiff(case: Case) -> None:
+    """A spin that a field holds answers with less than rounding, and not with an instability."""
+    strong = torch.zeros(case.num_spins, case.site.dim, dtype=torch.float64)
+    strong[:, 0] = torch.tensor([40.0, 1.0, 30.0, 20.0])[: case.num_spins]
+    if case.in_field:
+        equilibrium = case.solve(case.system(field=strong))
+        assert float(equilibrium.stability()) > 0
+        assert bool(equilibrium.is_stable)
 
 
 @every_case
@@ -572,7 +589,7 @@ def test_no_graph_without_gradients(case: Case) -> None:
 @every_case
 def test_float32(case: Case) -> None:
     system = case.system()
-    solver = MeanField() if isinstance(case.solver, MeanField) else case.solver
+    solver = type(case.solver)() if isinstance(case.solver, MeanField | Bethe) else case.solver
     single = SpinSystem(system.couplings.to_dense().float(), system.field.float(), 0.8, case.site)
     expected = quantities(case.solve(system))
     for name, value in quantities(solver.solve(single)).items():

@@ -1,0 +1,70 @@
+"""The study of errors: what it prints is what a direct calculation gives."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import simulations.accuracy as study
+import spinformer as sf
+
+
+def run(out: Path, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    study.STUDY.add_arguments(parser)
+    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+
+
+def test_errors_fall_as_the_order_of_each_approximation() -> None:
+    """Mean field's error of log Z is of second order in J, TAP's of third, by halving beta."""
+    betas = torch.tensor([0.025, 0.05], dtype=torch.float64)
+    found = study.measure(study.Panel("pair", 3), betas, 1, 0)
+    ratio = {
+        name: entry["log_partition"][1] / entry["log_partition"][0] for name, entry in found.items()
+    }
+    # Fields scale with beta too: two more powers of it come from the field's own m^2.
+    assert ratio["mean_field"] == pytest.approx(4, rel=0.2)
+    for name in ("tap", "adaptive_tap"):
+        assert ratio[name] > 7, name
+
+
+def test_an_error_is_what_it_says() -> None:
+    panel, beta = study.Panel("pair", 2), torch.tensor([0.4], dtype=torch.float64)
+    found = study.measure(panel, beta, 1, 0)["mean_field"]
+    couplings, field = study.build(panel, 1, 0)
+    system = sf.SpinSystem(couplings, field, 0.4, sf.Sphere(2))
+    exact, approximate = sf.Exact().solve(system), sf.MeanField().solve(system)
+    m, reference = approximate.magnetization.detach(), exact.magnetization.detach()
+    assert found["magnetization"][0] == pytest.approx(
+        float((m - reference).norm() / reference.norm()), rel=1e-6
+    )
+    difference = float((approximate.log_partition - exact.log_partition).detach().abs()) / 2
+    assert found["log_partition"][0] == pytest.approx(difference, rel=1e-6)
+    bond = approximate.correlations()[0, 0, 1] - exact.correlations()[0, 0, 1]
+    assert found["bonds"][0] == pytest.approx(float(bond.detach().abs()) / 2, rel=1e-6)
+
+
+def test_a_mean_over_the_easy_instances_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = {"max_iterations": 2, "on_failure": "ignore"}
+    monkeypatch.setattr(study, "_ITERATION", lazy)
+    found = study.measure(study.Panel("glass", 1), torch.tensor([2.0]), 3, 0)["tap"]
+    assert found["converged"] == [0.0]
+    assert found["magnetization"] == found["log_partition"] == [None]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    panels = [study.Panel("pair", 3), study.Panel("ring", 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "panels", lambda quick: panels)
+        assert run(tmp_path, "--instances", "2") == 0
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [panel["dim"] for panel in results["panels"]] == [3, 1]
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "adaptive TAP" in printed
+    assert "$" not in printed
