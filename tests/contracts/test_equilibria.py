@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from spinformer.equilibrium.adaptive_tap import AdaptiveTAP
 from spinformer.equilibrium.bethe import Bethe
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
@@ -30,7 +31,7 @@ class Case:
     """A solver with a site law, and the couplings that it can solve."""
 
     name: str
-    solver: MeanField | Bethe | SteepestDescent | Exact
+    solver: MeanField | AdaptiveTAP | Bethe | SteepestDescent | Exact
     site: SiteLaw
     num_spins: int = 3
     strength: float = 0.4
@@ -57,6 +58,7 @@ class Case:
 
 # Residuals of 1e-13 leave finite differences of first derivatives (step 1e-2 here) exact to 1e-11.
 MEAN_FIELD = MeanField(tolerance=1e-13)
+ADAPTIVE = AdaptiveTAP(tolerance=1e-13)
 BETHE = Bethe(tolerance=1e-14)
 CASES = [
     Case("mean field, Ising", MEAN_FIELD, Ising()),
@@ -64,6 +66,11 @@ CASES = [
     Case("mean field, large D", MEAN_FIELD, LargeDSphere(3, radius=1.2)),
     Case("mean field, Gaussian", MEAN_FIELD, Gaussian(2, 0.6), strength=0.3),
     Case("mean field, no field", MEAN_FIELD, Sphere(3), strength=0.2, in_field=False),
+    Case("adaptive TAP, Ising", ADAPTIVE, Ising()),
+    Case("adaptive TAP, sphere", ADAPTIVE, Sphere(3)),
+    Case("adaptive TAP, large D", ADAPTIVE, LargeDSphere(3, radius=1.2)),
+    Case("adaptive TAP, Gaussian", ADAPTIVE, Gaussian(2, 0.6), strength=0.3),
+    Case("adaptive TAP, no field", ADAPTIVE, Sphere(3), in_field=False),
     Case("Bethe, Ising", BETHE, Ising()),
     Case("Bethe, tree", BETHE, Ising(), num_spins=4, bonds="chain"),
     Case("Bethe, spheres", BETHE, Sphere(3), strength=0.2, in_field=False),
@@ -159,7 +166,7 @@ def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str) -> No
     shared = {name: part.clone().requires_grad_() for name, part in parts.items() if name != where}
     broken = torch.stack([parts[where], torch.full_like(parts[where], torch.nan)])
     solver = copy.copy(case.solver)
-    if isinstance(solver, MeanField | Bethe):
+    if hasattr(solver, "fixed_point"):
         solver.fixed_point = dataclasses.replace(solver.fixed_point, on_failure="ignore")
     else:
         solver.on_failure = "ignore"
@@ -589,7 +596,7 @@ def test_no_graph_without_gradients(case: Case) -> None:
 @every_case
 def test_float32(case: Case) -> None:
     system = case.system()
-    solver = type(case.solver)() if isinstance(case.solver, MeanField | Bethe) else case.solver
+    solver = type(case.solver)() if hasattr(case.solver, "fixed_point") else case.solver
     single = SpinSystem(system.couplings.to_dense().float(), system.field.float(), 0.8, case.site)
     expected = quantities(case.solve(system))
     for name, value in quantities(solver.solve(single)).items():
