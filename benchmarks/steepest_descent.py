@@ -1,18 +1,25 @@
 """Steepest descent, forward and with backward, in units of a batched Cholesky factorization.
 
     python benchmarks/steepest_descent.py [--sites 32 64 128 256 512] [--repeats 30] [--out FILE]
+    python benchmarks/steepest_descent.py --crossover [--sites 256 512 1024 2048] [--repeats 3]
 
 Batch 8, D = 64, R^2 = D, beta = 1, float32, one thread. The couplings are one symmetric Gaussian
 matrix of variance 1/N for all systems, the fields standard normal. Gradients are taken in both.
 The unit is one ``torch.linalg.cholesky`` of 8 matrices of 256 x 256, measured between the calls,
 so that a drift of the machine's speed meets both; medians are printed. With one shared t the
-eigendecomposition of the couplings, once a change of theirs, is a row of its own.
+eigendecomposition of the couplings, once a change of theirs, is a row of its own. A block with
+fixed couplings assembles J in every forward pass and finds its eigenvectors again: evaluating it
+repeatedly is a row too, in training mode (where a step changes J) one forward with backward.
+
+--crossover times one t a site with the Newton equation solved by Cholesky factors against conjugate
+gradients, alternating, for one system and for two: milliseconds, the least of the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,9 +28,13 @@ from pathlib import Path
 import torch
 
 import spinformer as sf
+from spinformer.equilibrium import saddle
 from spinformer.equilibrium.steepest_descent import SteepestDescent
+from spinformer.nn import FreeEnergyBlock
+from spinformer.solve import newton
 
 BATCH, DIM = 8, 64
+STANDARD = [32, 64, 128, 256, 512]
 
 
 def problem(sites: int) -> tuple[sf.couplings.Dense, torch.Tensor, torch.Tensor]:
@@ -60,6 +71,23 @@ def calls(sites: int) -> dict[str, Callable[[], object]]:
         found[f"{auxiliary}, forward"] = forward
         found[f"{auxiliary}, forward + backward"] = both
     found["eigh of the couplings"] = lambda: torch.linalg.eigh(eigen)
+    block = FreeEnergyBlock(
+        DIM, 1, "steepest_descent", "fixed", num_spins=sites, auxiliary="shared"
+    )
+
+    def evaluate() -> object:
+        with torch.no_grad():
+            return block(field)
+
+    def train() -> object:
+        parameters = list(block.self_attn.parameters())
+        gradients = torch.autograd.grad(block(field), parameters, cotangent)
+        with torch.no_grad():
+            parameters[0].mul_(1.0001)
+        return gradients
+
+    found["fixed block, shared, evaluated"] = evaluate
+    found["fixed block, shared, trained"] = train
     return found
 
 
@@ -94,22 +122,54 @@ def steps(sites: int) -> int:
     return int(SteepestDescent().solve(system).solution.iterations.max())
 
 
+def crossover(sites: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds, forward and with backward, by factors and by conjugate gradients."""
+    found: dict[str, dict[str, float]] = {}
+    usual = newton.ITERATIVE_SITES
+    couplings, fields, cotangents = problem(sites)
+    for batch in (1, 2):
+        field, cotangent = fields[:batch].detach().requires_grad_(), cotangents[:batch]
+        for _ in range(repeats):
+            for name, least in (("Cholesky", sites + 1), ("conjugate gradients", 0)):
+                newton.ITERATIVE_SITES = saddle.ITERATIVE_SITES = least
+                start = time.perf_counter()
+                system = sf.SpinSystem(couplings, field, 1.0, sf.Sphere(DIM), check_finite=False)
+                m = SteepestDescent().solve(system).magnetization
+                forward = 1e3 * (time.perf_counter() - start)
+                torch.autograd.grad(m, (*couplings.tensors(), field), cotangent)
+                both = 1e3 * (time.perf_counter() - start)
+                row = found.setdefault(
+                    f"B = {batch}, {name}", {"forward": math.inf, "both": math.inf}
+                )
+                row["forward"] = min(row["forward"], forward)
+                row["both"] = min(row["both"], both)
+    newton.ITERATIVE_SITES = saddle.ITERATIVE_SITES = usual
+    return found
+
+
 def main() -> None:
     """Print the table; with --out, write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sites", type=int, nargs="+", default=[32, 64, 128, 256, 512])
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--sites", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
-    for sites in options.sites:
-        rows = measure(sites, options.repeats)
+    for sites in options.sites or ([256, 512, 1024, 2048] if options.crossover else STANDARD):
+        if options.crossover:
+            results[sites] = crossover(sites, options.repeats or 3)
+            for name, row in results[sites].items():
+                times = f"{row['forward']:9.2f} ms, with backward {row['both']:9.2f} ms"
+                print(f"N = {sites:5d}, {name:27s} {times}")
+            continue
+        rows = measure(sites, options.repeats or 30)
         results[sites] = rows
         print(f"N = {sites}, {steps(sites)} Newton steps, unit {rows['unit']['ms']:.2f} ms")
         for name, row in rows.items():
             if name != "unit":
-                print(f"  {name:26s} {row['ms']:9.2f} ms {row['units']:8.2f} units")
+                print(f"  {name:30s} {row['ms']:9.2f} ms {row['units']:8.2f} units")
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,9 +1,9 @@
 """Real texts, word vectors and images for the studies, read from files that are already there.
 
-Nothing is downloaded. The default files come with the packages of the extra ``[data]``; each is
-checked against the sha256 of the release that the studies were written with, so that a number in a
-table always belongs to known data. A path of your own is read instead where one is given, and its
-hash is recorded.
+Nothing is downloaded. The default files come with the packages of the extra ``[data]`` (and, for
+Fashion-MNIST, with a package of Debian); each is checked against the sha256 of the release that the
+studies were written with, so that a number in a table always belongs to known data. A path of your
+own is read instead where one is given, and its hash is recorded.
 
 Splits are drawn by a hash of the example itself: they need no random numbers, do not depend on the
 order of a file, and put duplicates on one side.
@@ -17,6 +17,7 @@ import hashlib
 import html
 import importlib
 import importlib.util
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ class Dataset:
     """A classification task: three sides of a split and where they come from.
 
     Attributes:
-        task: ``"sentiment"`` or ``"digits"``.
+        task: ``"sentiment"``, ``"digits"`` or ``"fashion"``.
         title: what a figure or a table calls the data.
         classes: number of labels.
         train, validation, test: the sides; nothing is ever selected on ``test``.
@@ -427,6 +428,89 @@ def load_digits(path: Path | None = None) -> Dataset:
         test=test,
         sources=_source(path, DIGITS),
         facts={"images": len(labels)},
+    )
+
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+INSTALL_FASHION = "apt-get install dataset-fashion-mnist"
+FASHION_FILES = {
+    "train-images-idx3-ubyte.gz": (
+        "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7"
+    ),
+    "train-labels-idx1-ubyte.gz": (
+        "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056"
+    ),
+    "t10k-images-idx3-ubyte.gz": (
+        "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa"
+    ),
+    "t10k-labels-idx1-ubyte.gz": (
+        "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05"
+    ),
+}
+FASHION_SPLIT = (5 / 6, 1 / 6)
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An array of bytes in the IDX format, gzipped: two zeros, 8 for bytes, the axes, the data."""
+    try:
+        with gzip.open(path, "rb") as file:
+            content = file.read()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} is not a gzip file: {error}") from error
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise DataError(f"{path} is not an IDX file of bytes: it starts with {content[:4]!r}")
+    axes, start = content[3], 4 + 4 * content[3]
+    shape = tuple(int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(axes))
+    if len(content) - start != math.prod(shape):
+        raise DataError(f"{path} holds {len(content) - start} bytes of data for shape {shape}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def load_fashion(folder: Path | None = None, training: int = 12_000, test: int = 10_000) -> Dataset:
+    """Fashion-MNIST: grey images of clothes in the format of MNIST.
+
+    The first ``training`` images of its training file are split by hash into a training and a
+    validation side (5 to 1); the first ``test`` of its test file are the test side.
+
+    Args:
+        folder: where the four files of the release lie; None is where the Debian package
+            ``dataset-fashion-mnist`` puts them. Their hashes are checked.
+        training, test: how many images to use; the release has 60,000 and 10,000.
+    """
+    folder = FASHION if folder is None else folder
+    arrays: dict[str, NDArray[np.uint8]] = {}
+    for name, expected in FASHION_FILES.items():
+        path = folder / name
+        if not path.is_file():
+            raise DataError(
+                f"{path} is missing. On Debian and Ubuntu install Fashion-MNIST with\n    "
+                f"{INSTALL_FASHION}\nor name the folder that holds its four .gz files"
+            )
+        found = sha256_of(path)
+        if found != expected:
+            raise DataError(
+                f"{path} has sha256 {found}, and the release of Fashion-MNIST has {expected}: "
+                f"fetch it again, on Debian and Ubuntu with\n    {INSTALL_FASHION}"
+            )
+        arrays[name] = read_idx(path)
+    images, labels, test_images, test_labels = arrays.values()
+    images, labels = images[:training], labels[:training]
+    test_images, test_labels = test_images[:test], test_labels[:test]
+    sides = split_by_hash((image.tobytes() for image in images), FASHION_SPLIT)
+    chosen = [(images[i], labels[i]) for i in sides] + [(test_images, test_labels)]
+    train, validation, tests = (
+        Examples(side, np.full(len(side), PATCHES, dtype=np.int64), label.astype(np.int64))
+        for side, label in chosen
+    )
+    return Dataset(
+        task="fashion",
+        title=f"Fashion-MNIST, {len(images):,} training images",
+        classes=10,
+        train=train,
+        validation=validation,
+        test=tests,
+        sources=dict(FASHION_FILES),
+        facts={"images": len(images) + len(test_images)},
     )
 
 

@@ -84,9 +84,48 @@ BLOCKS: dict[str, BlockFactory] = {
 }
 
 
+# Those of other studies: `compare` does not train them.
+
+
+def _mean_field_symmetric(d_model: int, nhead: int, width: int, num_spins: int) -> nn.Module:
+    return FreeEnergyBlock(
+        d_model, nhead, approximation="mean_field", couplings="symmetric", dim_feedforward=width
+    )
+
+
+def _mean_field_total(d_model: int, nhead: int, width: int, num_spins: int) -> nn.Module:
+    return FreeEnergyBlock(
+        d_model,
+        nhead,
+        approximation="mean_field",
+        couplings="symmetric",
+        derivative="total",
+        dim_feedforward=width,
+    )
+
+
+def _steepest_descent_total(d_model: int, nhead: int, width: int, num_spins: int) -> nn.Module:
+    return FreeEnergyBlock(
+        d_model,
+        nhead,
+        approximation="steepest_descent",
+        couplings="symmetric",
+        derivative="total",
+        dim_feedforward=width,
+    )
+
+
+OTHERS: dict[str, BlockFactory] = {
+    "mean_field_symmetric": _mean_field_symmetric,
+    "mean_field_total": _mean_field_total,
+    "steepest_descent_total": _steepest_descent_total,
+}
+
+
 def block_factory(name: str) -> BlockFactory:
     """The factory of a block by its name in tables and figures."""
-    return BLOCKS[check_choice("block", name, tuple(BLOCKS))]
+    known = BLOCKS | OTHERS
+    return known[check_choice("block", name, tuple(known))]
 
 
 def recipe(name: str) -> str:
@@ -159,7 +198,7 @@ class Classifier(nn.Module):
     tokens, another one before the mean over the tokens that are there, a linear head.
 
     Args:
-        block: name in :data:`BLOCKS`.
+        block: name in :data:`BLOCKS` or :data:`OTHERS`.
         shape: what the models of a task share.
         size: width and number of the blocks.
         classes: number of labels.
@@ -277,7 +316,7 @@ def match_size(
     for.
 
     Args:
-        block: name in :data:`BLOCKS`.
+        block: name in :data:`BLOCKS` or :data:`OTHERS`.
         shape: its ``reference`` is the size of the plain model.
         count: ``count(block, size)``, the parameters of a model, not falling with the width.
         tolerance: largest relative difference.

@@ -29,7 +29,10 @@ class Study(Protocol):
 # By module name, so that one study's needs (figures, data) are not loaded for another, nor in the
 # worker processes, which import this package too.
 STUDIES: dict[str, str] = {
+    "boltzmann": "simulations.boltzmann",
+    "class_token": "simulations.class_token",
     "compare": "simulations.compare",
+    "total_derivative": "simulations.total_derivative",
 }
 
 

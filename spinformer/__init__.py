@@ -13,7 +13,12 @@ from spinformer.spins.system import SpinSystem
 
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
+from spinformer.equilibrium.tap import TAP
+from spinformer.equilibrium.adaptive_tap import AdaptiveTAP
+from spinformer.equilibrium.bethe import Bethe
 from spinformer.equilibrium.steepest_descent import SteepestDescent
+from spinformer.equilibrium.search import LowestFreeEnergy
+from spinformer.equilibrium.field_density import FieldDensity
 from spinformer.thermo.equilibrium import Equilibrium
 from spinformer.solve.solution import Solution
 
@@ -22,14 +27,19 @@ from spinformer.errors import ConvergenceError, ConvergenceWarning, SpinformerEr
 __version__ = "0.1.0"
 
 __all__ = [
+    "TAP",
+    "AdaptiveTAP",
+    "Bethe",
     "ConvergenceError",
     "ConvergenceWarning",
     "Couplings",
     "Equilibrium",
     "Exact",
+    "FieldDensity",
     "Gaussian",
     "Ising",
     "LargeDSphere",
+    "LowestFreeEnergy",
     "MeanField",
     "SiteLaw",
     "Solution",

@@ -53,11 +53,12 @@ import torch
 from torch import Tensor
 
 from spinformer.equilibrium.closed_forms import gaussian
-from spinformer.equilibrium.mean_field import _solve, check_initial, mean_field_map
+from spinformer.equilibrium.mean_field import check_initial, mean_field_map
 from spinformer.equilibrium.saddle import LogDet, _Inverse
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
+from spinformer.solve.linear import solve_each
 from spinformer.solve.newton import minimize_in_cone
 from spinformer.solve.positive import cholesky_inverse
 from spinformer.solve.solution import Solution
@@ -523,7 +524,7 @@ class AdaptiveTAPEquilibrium(DerivedEquilibrium):
         left = left + torch.eye(n * d, dtype=m.dtype, device=m.device)
         own = torch.einsum("...iab,ij->...iajb", covariance, torch.eye(n).to(v))
         unit = (system.beta * scale**2)[..., None, None]
-        chi = _solve(left, unit * own.reshape(rows)).reshape(*system.batch_shape, n, d, n, d)
+        chi = solve_each(left, unit * own.reshape(rows)).reshape(*system.batch_shape, n, d, n, d)
         if system.mask is None:
             return chi
         return chi.masked_fill(system.mask[..., :, None, None, None], 0.0)

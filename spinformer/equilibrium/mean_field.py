@@ -15,12 +15,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
+from spinformer.solve.linear import solve_each
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Couplings
 from spinformer.spins.site import Gaussian, SiteLaw
@@ -109,14 +111,38 @@ class MeanField:
 
 def _iterate(system: SpinSystem, initial: Tensor | None, options: FixedPoint) -> Solution:
     beta = system.beta[..., None, None]
-    start = system.site.mean(beta * system.field) if initial is None else initial
+    with torch.no_grad():  # a solution forgets where it was looked for
+        start = system.site.mean(beta * system.field) if initial is None else initial
     return options.solve(
         mean_field_map(system.site, system.couplings),
         start,
         (system.field, beta, *system.couplings.tensors()),
         scale=system.site.scale,
         check=False,
+        linearize=_linearization(system.site, system.couplings),
     )
+
+
+def _linearization(site: SiteLaw, couplings: Couplings) -> Callable[..., Any]:
+    """The value of the mean-field map and the map u -> J^T (beta C u), with C and J^T made once."""
+
+    def linearize(
+        m: Tensor, field: Tensor, beta: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        made = couplings.with_tensors(*tensors)
+        total = beta * (field + made.apply(m))
+        with torch.no_grad():
+            transposed = couplings.with_tensors(*(t.detach() for t in tensors)).transpose()
+        value = site.mean(total)
+
+        def product(u: Tensor) -> Tensor:
+            # C is symmetric.
+            (answer,) = torch.autograd.grad(value, total, u, retain_graph=True)
+            return transposed.apply(beta.detach() * answer)
+
+        return value, product
+
+    return linearize
 
 
 class MeanFieldEquilibrium(Equilibrium):
@@ -199,7 +225,7 @@ class MeanFieldEquilibrium(Equilibrium):
             *batch, n * d, n * d
         )
         left = torch.eye(n * d, dtype=right.dtype, device=right.device) - self._jacobian
-        return _solve(left, right).reshape(*batch, n, d, n, d)
+        return solve_each(left, right).reshape(*batch, n, d, n, d)
 
     def _susceptibility_product(self, vector: Tensor) -> Tensor:
         r""":math:`\chi v`, the solution u of :math:`u = \beta C (J u + v)`.
@@ -289,19 +315,6 @@ class MeanFieldEquilibrium(Equilibrium):
         """What a system without sites has."""
         return torch.full_like(self.system.beta, value)
 
-
-def _solve(left: Tensor, right: Tensor) -> Tensor:
-    """Solve left x = right, one LU a system.
-
-    Batched LU on CPUs is known to hang for N >= 160 with several threads; single ones don't.
-    """
-    if left.numel() == 0:
-        return torch.zeros_like(right)
-    if left.ndim == 2:
-        solution: Tensor = torch.linalg.solve(left, right)
-        return solution
-    rows = zip(left.flatten(0, -3), right.flatten(0, -3), strict=True)
-    return torch.stack([torch.linalg.solve(a, b) for a, b in rows]).reshape(right.shape)
 
 
 def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:

@@ -17,18 +17,55 @@ import torch
 from torch import Tensor
 
 from spinformer.solve.implicit import implicit
-from spinformer.solve.newton import ConeMinimum
+from spinformer.solve.newton import ITERATIVE_SITES, ConeMinimum, iterative_solve
 from spinformer.solve.positive import cone_hessian, positive_factor
 from spinformer.solve.secular import SharedMinimum, rotate
 from spinformer.solve.solution import Solution
 
-__all__ = ["Saddle", "SharedSaddle", "SiteSaddle"]
+__all__ = ["DenseSaddle", "Response", "Saddle", "SharedSaddle", "SiteSaddle"]
+
+
+class Response(abc.ABC):
+    """A and mu at a saddle, with their derivatives, and what observables ask of them."""
+
+    mu: Tensor  # (..., N, D)
+
+    @property
+    @abc.abstractmethod
+    def own(self) -> Tensor:
+        """A_ii (..., N), zero at absent sites."""
+
+    @property
+    @abc.abstractmethod
+    def inverse(self) -> Tensor:
+        """A (..., N, N) with empty rows at absent sites."""
+
+    @property
+    @abc.abstractmethod
+    def log_det(self) -> Tensor:
+        """log det A^{-1} over present sites (...)."""
+
+    @property
+    @abc.abstractmethod
+    def pairs(self) -> Tensor:
+        r""":math:`\sum_{ij} J_{ij} (A_{ij} + \mu_i\cdot\mu_j)` (...)."""
+
+    @abc.abstractmethod
+    def apply(self, state: Tensor) -> Tensor:
+        """A times a state (..., N, p), zero at absent sites."""
+
+    @abc.abstractmethod
+    def relax(self, right: Tensor) -> Tensor:
+        r""":math:`P^{-1}` times (..., N, p), :math:`P = A\circ(A + 2\mu\mu^{\mathsf T})`.
+
+        With one shared tau, :math:`1 / \sum_{ij} P_{ij}` in the place of every entry.
+        """
 
 
 class Saddle(abc.ABC):
     """A solved saddle point: values without a graph, and the ways to attach one.
 
-    The differentiable inputs are always (couplings J, scale, b), with K = scale * J.
+    The differentiable inputs are always couplings, in one or two tensors, their scale, and b.
     """
 
     solution: Solution
@@ -36,6 +73,25 @@ class Saddle(abc.ABC):
     log_det: Tensor  # (...)
     broken: Tensor  # (...) bool
     mask: Tensor | None
+    shared: bool  # one tau for all sites
+
+    @abc.abstractmethod
+    def mean(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(mu, A) with their derivatives; no A where it is not at hand."""
+
+    @abc.abstractmethod
+    def minimum(self, *inputs: Tensor) -> Tensor:
+        """Phi with its derivative."""
+
+    @abc.abstractmethod
+    def attach(self, *inputs: Tensor) -> Response:
+        """Everything else, differentiable to any order."""
+
+
+class DenseSaddle(Saddle):
+    """Couplings as a matrix: the inputs are (J, scale, b), with K = scale * J."""
+
+    inverse_at_hand: bool  # whether the solver has left A behind
 
     @property
     @abc.abstractmethod
@@ -49,18 +105,25 @@ class Saddle(abc.ABC):
 
     @abc.abstractmethod
     def cotangents(
-        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+        self,
+        couplings: Tensor,
+        scale: Tensor,
+        b: Tensor,
+        grad: Tensor,
+        inverse_grad: Tensor | None,
+        needed: list[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """First derivatives of ``(grad * mu).sum()`` in J, scale and b, in closed form."""
+        """First derivatives of ``(grad * mu).sum() + (inverse_grad * A).sum()`` in J, scale and b,
+        in closed form. Only where A is at hand has it a cotangent."""
 
     @abc.abstractmethod
     def curvature(self, inverse: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
         r"""log det of :math:`P = A \circ (A + 2\mu\mu^{\mathsf T})` over the tau that there are,
-        and the inverse of P, for :meth:`weigh`. Differentiable."""
+        and the inverse of P, for :meth:`relax`. Differentiable."""
 
     @abc.abstractmethod
-    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        r"""left^T P^{-1} right for left (..., N, p), right (..., N, q) -> (..., p, q)."""
+    def relax(self, inverse_curvature: Tensor, right: Tensor) -> Tensor:
+        """P^{-1} right, (..., N, p)."""
 
     @abc.abstractmethod
     def _tau(self, k: Tensor, b: Tensor) -> Tensor:
@@ -70,7 +133,10 @@ class Saddle(abc.ABC):
     def present(self) -> Tensor | None:
         return None if self.mask is None else ~self.mask
 
-    def attach(self, couplings: Tensor, scale: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def attach(self, *inputs: Tensor) -> DenseResponse:
+        return DenseResponse(self, *inputs)
+
+    def matrices(self, couplings: Tensor, scale: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         """(V, A, mu), differentiable to any order."""
         dtype = self.value.dtype
         k = scale.to(dtype)[..., None, None] * couplings.to(dtype)
@@ -83,21 +149,20 @@ class Saddle(abc.ABC):
         inverse = _Inverse.apply(v, self.inverse)
         return v, inverse, inverse @ b
 
-    def mean(self, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
-        """mu with its derivative, NaN in broken systems."""
-        mu: Tensor = _Response.apply(self, couplings, scale, b)
-        if bool(self.broken.any()):
-            mu = torch.where(self.broken[..., None, None], torch.nan, mu)
-        return mu
+    def mean(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        # One backward pass serves both, and costs nothing for one that is not used.
+        mu, inverse = _Response.apply(self, *inputs)
+        return mu, inverse
 
-    def minimum(self, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
-        """Phi with its derivative."""
-        value: Tensor = _Minimum.apply(self, couplings, scale, b)
+    def minimum(self, *inputs: Tensor) -> Tensor:
+        value: Tensor = _Minimum.apply(self, *inputs)
         return value
 
 
-class SiteSaddle(Saddle):
+class SiteSaddle(DenseSaddle):
     """One tau a site."""
+
+    inverse_at_hand, shared = True, False
 
     def __init__(self, minimum: ConeMinimum, mask: Tensor | None) -> None:
         self._minimum = minimum
@@ -117,20 +182,46 @@ class SiteSaddle(Saddle):
     def _factor(self) -> Tensor:
         return positive_factor(cone_hessian(self.inverse, self.response))
 
+    def _adjoint(self, right: Tensor) -> Tensor:
+        """P^{-1} right (..., N), without a graph."""
+        if right.shape[-1] >= ITERATIVE_SITES and "_factor" not in vars(self):
+            tolerance = 100 * torch.finfo(right.dtype).eps
+            hessian = cone_hessian(self.inverse, self.response)
+            found = iterative_solve(hessian, right, tolerance)
+            if found is not None:
+                return found
+            self._factor = positive_factor(hessian)
+        return torch.cholesky_solve(right[..., None], self._factor)[..., 0]
+
     def cotangents(
-        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+        self,
+        couplings: Tensor,
+        scale: Tensor,
+        b: Tensor,
+        grad: Tensor,
+        inverse_grad: Tensor | None,
+        needed: list[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         # mu = A b and A_ii + |mu_i|^2 = 1; w is the multiplier of the constraint.
         inverse, mu = self.inverse, self.response
         direct = inverse @ grad
         slope = -(direct * mu).sum(-1, keepdim=True)
-        w = torch.cholesky_solve(slope, self._factor)
+        product = None
+        if inverse_grad is not None:
+            # G, of which only the symmetric part counts; dA = A dK A - A dtau A.
+            product = inverse @ inverse_grad
+            diagonal = (product * inverse).sum(-1, keepdim=True)  # of A G A
+            slope = slope - diagonal
+        w = self._adjoint(slope[..., 0])[..., None]
         b_bar = torch.addcmul(direct, inverse @ (w * mu), torch.full_like(w, 2.0))
         couplings_bar = scale_bar = None
         k = scale.to(grad.dtype)[..., None, None]
         if needed[0]:
             couplings_bar = _sum_outer(k * b_bar, mu, couplings)
-            couplings_bar += _sum_outer(inverse * (k * w).mT, inverse, couplings)
+            left = inverse * (k * w).mT
+            if product is not None:
+                left = left.addcmul_(k, product)
+            couplings_bar += _sum_outer(left, inverse, couplings)
             couplings_bar = (couplings_bar + couplings_bar.mT) / 2
         if needed[1]:
             # sum_ij J_ij dL/dK_ij, from K mu = tau mu - b and (A K A)_ii = (A^2 tau)_i - A_ii
@@ -138,6 +229,8 @@ class SiteSaddle(Saddle):
             own = inverse.diagonal(dim1=-2, dim2=-1)
             turned = (tau.mT @ inverse.square())[..., 0, :] - own
             scale_bar = (b_bar * (tau * mu - b)).sum((-2, -1)) + (w[..., 0] * turned).sum(-1)
+            if inverse_grad is not None:
+                scale_bar += (tau * diagonal).sum((-2, -1)) - (inverse_grad * inverse).sum((-2, -1))
             scale_bar = scale_bar / scale
         return couplings_bar, scale_bar, b_bar
 
@@ -149,8 +242,8 @@ class SiteSaddle(Saddle):
         log_det: Tensor = LogDet.apply(p, p_inverse, value)
         return log_det, p_inverse
 
-    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        return left.mT @ (inverse_curvature @ right)
+    def relax(self, inverse_curvature: Tensor, right: Tensor) -> Tensor:
+        return inverse_curvature @ right
 
     def _tau(self, k: Tensor, b: Tensor) -> Tensor:
         stored = self.inverse
@@ -161,14 +254,16 @@ class SiteSaddle(Saddle):
 
         def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
             # The Jacobian is -P, at every order.
-            return -torch.cholesky_solve(right[..., None], self._factor)[..., 0]
+            return -self._adjoint(right)
 
         tau = torch.where(self.broken[..., None], 1.0, self.solution.value)
         return implicit(tau, residual, (k, b), adjoint)
 
 
-class SharedSaddle(Saddle):
+class SharedSaddle(DenseSaddle):
     """One tau for all sites, in the eigenbasis of J."""
+
+    inverse_at_hand, shared = False, True
 
     def __init__(self, minimum: SharedMinimum, mask: Tensor | None) -> None:
         self._minimum = minimum
@@ -204,7 +299,13 @@ class SharedSaddle(Saddle):
         return terms.sum(-1)
 
     def cotangents(
-        self, couplings: Tensor, scale: Tensor, b: Tensor, grad: Tensor, needed: list[bool]
+        self,
+        couplings: Tensor,
+        scale: Tensor,
+        b: Tensor,
+        grad: Tensor,
+        inverse_grad: Tensor | None,
+        needed: list[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         minimum = self._minimum
         gaps = minimum.gaps[..., None]
@@ -241,9 +342,9 @@ class SharedSaddle(Saddle):
         total = torch.where(self._minimum.count > 0, total, number)
         return (total / number).log(), 1 / total
 
-    def weigh(self, inverse_curvature: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        sums = left.sum(-2)[..., :, None] * right.sum(-2)[..., None, :]
-        return inverse_curvature[..., None, None] * sums
+    def relax(self, inverse_curvature: Tensor, right: Tensor) -> Tensor:
+        sums = right.sum(-2, keepdim=True)
+        return (inverse_curvature[..., None, None] * sums).expand_as(right)
 
     def _tau(self, k: Tensor, b: Tensor) -> Tensor:
         stored, minimum = self.inverse, self._minimum
@@ -266,6 +367,41 @@ class SharedSaddle(Saddle):
 
         tau = torch.where(self.broken, 1.0, self.solution.value)
         return spread(implicit(tau, residual, (k, b), adjoint))
+
+
+class DenseResponse(Response):
+    """A and mu as matrices."""
+
+    def __init__(self, saddle: DenseSaddle, couplings: Tensor, scale: Tensor, b: Tensor) -> None:
+        self._saddle, self._couplings = saddle, couplings
+        self._v, self._inverse, self.mu = saddle.matrices(couplings, scale, b)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        return clear(self._inverse, self._saddle.mask)
+
+    @property
+    def own(self) -> Tensor:
+        return self.inverse.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def log_det(self) -> Tensor:
+        value: Tensor = LogDet.apply(self._v, self._inverse, self._saddle.log_det)
+        return value
+
+    @property
+    def pairs(self) -> Tensor:
+        return (self._couplings * (self.inverse + self.mu @ self.mu.mT)).sum((-2, -1))
+
+    def apply(self, state: Tensor) -> Tensor:
+        return self.inverse @ state
+
+    def relax(self, right: Tensor) -> Tensor:
+        return self._saddle.relax(self._curvature, right)
+
+    @cached_property
+    def _curvature(self) -> Tensor:
+        return self._saddle.curvature(self._inverse, self.mu)[1]
 
 
 def _sum_outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
@@ -312,27 +448,39 @@ class LogDet(torch.autograd.Function):
 
 
 class _Response(torch.autograd.Function):
-    """mu of (J, scale, b): closed-form first derivatives, a graph where more are asked for."""
+    """(mu, A) of (J, scale, b): closed-form first derivatives, a graph where more are asked for."""
 
     @staticmethod
-    def forward(ctx: Any, saddle: Saddle, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, saddle: DenseSaddle, couplings: Tensor, scale: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.saddle = saddle
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(couplings, scale, b)
-        return saddle.response.to(b.dtype, copy=True)
+        # A without a copy: nobody writes into it.
+        inverse = saddle.inverse.detach().to(b.dtype) if saddle.inverse_at_hand else None
+        return saddle.response.to(b.dtype, copy=True), inverse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saddle, arguments = ctx.saddle, ctx.saved_tensors
         needed = list(ctx.needs_input_grad[1:])
-        grad = torch.where(saddle.broken[..., None, None], 0.0, grads[0])
+        mean_grad, inverse_grad = grads
+        if bool(saddle.broken.any()):
+            broken = saddle.broken[..., None, None]
+            mean_grad, inverse_grad = (
+                None if grad is None else torch.where(broken, 0.0, grad) for grad in grads
+            )
         if torch.is_grad_enabled():
             # New names: a dependence of one argument on another is not ours to follow.
             names = [x.view_as(x) for x in arguments]
-            mu = saddle.attach(*names)[2].to(grad.dtype)
-            return None, *_gradients(mu, names, needed, grad)
+            _, inverse, mu = saddle.matrices(*names)
+            return None, *_gradients((mu, inverse), names, needed, (mean_grad, inverse_grad))
         dtype = saddle.value.dtype
         couplings, scale, b = arguments
-        found = saddle.cotangents(couplings, scale, b, grad.to(dtype), needed)
+        mean_grad = torch.zeros_like(b) if mean_grad is None else mean_grad
+        inverse_grad = None if inverse_grad is None else inverse_grad.to(dtype)
+        found = saddle.cotangents(couplings, scale, b, mean_grad.to(dtype), inverse_grad, needed)
         return None, *(
             None if bar is None or not need else bar.to(x.dtype)
             for bar, need, x in zip(found, needed, arguments, strict=True)
@@ -343,7 +491,9 @@ class _Minimum(torch.autograd.Function):
     """Phi of (J, scale, b): by the envelope theorem its derivatives hold tau fixed."""
 
     @staticmethod
-    def forward(ctx: Any, saddle: Saddle, couplings: Tensor, scale: Tensor, b: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, saddle: DenseSaddle, couplings: Tensor, scale: Tensor, b: Tensor
+    ) -> Tensor:
         ctx.saddle = saddle
         ctx.save_for_backward(couplings, scale, b)
         return saddle.value.to(b.dtype, copy=True)
@@ -355,7 +505,7 @@ class _Minimum(torch.autograd.Function):
         dtype = saddle.value.dtype
         grad = torch.where(saddle.broken, 0.0, grads[0]).to(dtype)[..., None, None]
         if torch.is_grad_enabled():
-            _, inverse, mu = saddle.attach(couplings, scale, b)
+            _, inverse, mu = saddle.matrices(couplings, scale, b)
         else:
             inverse, mu = saddle.inverse, saddle.response
         couplings_bar = scale_bar = b_bar = None
@@ -375,9 +525,26 @@ class _Minimum(torch.autograd.Function):
 
 
 def _gradients(
-    output: Tensor, inputs: list[Tensor], needed: list[bool], grad: Tensor
+    outputs: tuple[Tensor, ...],
+    inputs: list[Tensor],
+    needed: list[bool],
+    grads: tuple[Tensor | None, ...],
 ) -> list[Tensor | None]:
     """Derivatives, with a graph, in those of the inputs that need one."""
+    given = [
+        (out, grad.to(out.dtype))
+        for out, grad in zip(outputs, grads, strict=True)
+        if grad is not None
+    ]
+    if not given:
+        return [None for _ in inputs]
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True, allow_unused=True))
+    derivatives = torch.autograd.grad(
+        [out for out, _ in given],
+        wanted,
+        [grad for _, grad in given],
+        create_graph=True,
+        allow_unused=True,
+    )
+    found = iter(derivatives)
     return [next(found) if need else None for need in needed]

@@ -28,18 +28,27 @@ one shared t the constraint holds on average over the sites: the spherical model
 
 from __future__ import annotations
 
-import weakref
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from spinformer.equilibrium.saddle import LogDet, Saddle, SharedSaddle, SiteSaddle, clear
+from spinformer.equilibrium.low_rank_saddle import LowRankSaddle
+from spinformer.equilibrium.saddle import (
+    DenseSaddle,
+    Response,
+    Saddle,
+    SharedSaddle,
+    SiteSaddle,
+    clear,
+)
 from spinformer.errors import OnFailure, check_choice, check_on_failure, strict_options
+from spinformer.solve.low_rank_newton import minimize_low_rank, minimize_low_rank_shared
 from spinformer.solve.newton import MAX_ITERATIONS, minimize_in_cone
 from spinformer.solve.secular import minimize_shared
 from spinformer.solve.solution import Solution
+from spinformer.spins.couplings import LowRank
 from spinformer.spins.site import Gaussian
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import (
@@ -57,6 +66,14 @@ Auxiliary = Literal["site", "shared"]
 # Relative error of the gap from the eigenvalues of a float32 matrix beyond which they are taken
 # again in float64.
 _FLOAT32_GAP = 1e-4
+# Low-rank couplings are left in their factors from this number of sites, and while the factors have
+# at most this share of as many columns as sites; `python benchmarks/length.py` measures it.
+_LOW_RANK_SITES, _LOW_RANK_SHARE = 256, 0.125
+# Where that method does not converge, the matrix is formed up to this size.
+_LOW_RANK_RESCUE = 4096
+# Entries of matrices whose eigenvectors are kept: those that many systems share, rather than one
+# for each head and sequence of a batch.
+_KEPT = 2**24
 
 
 @strict_options
@@ -80,9 +97,18 @@ class SteepestDescent:
         max_iterations: Newton steps; a few are usual, 36 the most seen.
         on_failure: ``"raise"``, ``"warn"`` or ``"ignore"``.
 
-    Cost: ``"site"``: one inverse and one Cholesky factorization of N x N a Newton step; backward
-    costs about one step. ``"shared"``: one eigendecomposition of J, which is kept for the next
-    call with the same tensor, and O(N^2 D). Float32 systems that need it are worked out in float64.
+    Cost: ``"site"``: one inverse of N x N and one solve with another such matrix a Newton step;
+    backward costs about one step. ``"shared"``: one eigendecomposition of J, which is kept for the
+    next call with the same entries, and O(N^2 D). Float32 systems that need it are worked out in
+    float64.
+
+    :class:`~spinformer.spins.couplings.LowRank` couplings of N >= 256 sites whose factors have q <=
+    N / 8 columns (q is r, or 2r of two factors) are left in their factors, with the same answers:
+    memory O(N (q + D)) and, for ``"shared"``, O(N q^2 + N q D) an evaluation, of which there are 3
+    to 20; for ``"site"`` as much for each of about ten products in a Newton step. It wants
+    :math:`t_i + \sum_k w_k A_{ik} B_{ik} > 0`, which cold systems with negative weights may not
+    have, and deep in an ordered state needs many products. Where it does not converge the matrix
+    is formed up to N = 4096; beyond, the failure is reported. ``fluctuations`` need the matrix.
 
     Source: Berlin & Kac 1952, Phys. Rev. 86, 821 (spherical model); Stanley 1968, Phys. Rev. 176,
     718 (its equivalence with large D).
@@ -146,8 +172,11 @@ class SteepestDescent:
             found.iterations,
             found.converged,
         )
-        kind = FluctuationEquilibrium if self.fluctuations else SteepestDescentEquilibrium
-        equilibrium = kind(system, saddle, solution, broken)
+        equilibrium: SteepestDescentEquilibrium | FluctuationEquilibrium
+        if self.fluctuations and isinstance(saddle, DenseSaddle):
+            equilibrium = FluctuationEquilibrium(system, saddle, solution, broken)
+        else:
+            equilibrium = SteepestDescentEquilibrium(system, saddle, solution, broken)
         equilibrium.solution.check(
             self.on_failure,
             f"steepest descent ({self.auxiliary})",
@@ -157,10 +186,7 @@ class SteepestDescent:
 
     @torch.no_grad()
     def _saddle(self, system: SpinSystem, initial: Tensor | None) -> Saddle:
-        couplings = system.couplings.to_dense()
         scale, b = _reduced(system)
-        if self.auxiliary == "shared":
-            return self._shared(couplings, scale, b, system.mask)
         if initial is not None:
             try:
                 initial = scale[..., None] * initial.to(b.dtype).expand(b.shape[:-1])
@@ -169,7 +195,32 @@ class SteepestDescent:
                     f"initial has shape {tuple(initial.shape)}: it must be the t of a solution, "
                     f"{tuple(b.shape[:-1])}"
                 ) from error
+        if not self.fluctuations and _is_low_rank(system):
+            low_rank = self._low_rank(system, scale, b, initial)
+            done = low_rank.solution.converged | low_rank.broken
+            if bool(done.all()) or system.num_spins > _LOW_RANK_RESCUE:
+                return low_rank
+        couplings = system.couplings.to_dense()
+        if self.auxiliary == "shared":
+            return self._shared(couplings, scale, b, system.mask)
         return self._site(couplings, scale, b, system.mask, initial)
+
+    def _low_rank(
+        self, system: SpinSystem, scale: Tensor, b: Tensor, initial: Tensor | None
+    ) -> LowRankSaddle:
+        factor, middle = _couplings(system, low_rank=True)
+        middle = scale[..., None, None] * middle
+        options: dict[str, Any] = {
+            "absent": system.mask,
+            "tolerance": self.tolerance,
+            "max_iterations": self.max_iterations,
+        }
+        shared = self.auxiliary == "shared"
+        if shared:
+            minimum = minimize_low_rank_shared(factor, middle, b, **options)
+        else:
+            minimum = minimize_low_rank(factor, middle, b, initial=initial, **options)
+        return LowRankSaddle(minimum, system.mask, shared, self.on_failure)
 
     def _site(
         self,
@@ -214,35 +265,45 @@ class SteepestDescent:
 
 
 class _Spectrum:
-    """Eigenvalues and eigenvectors of the last matrix, for as long as it lives unchanged."""
+    """Eigenvalues and eigenvectors of the last matrix that was asked for.
+
+    Known again by its entries, not by its name: a module assembles J anew in every forward pass,
+    and looking at N^2 entries is nothing beside what is saved.
+    """
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._matrix: Tensor | None = None
+        # By dtype: systems that need float64 are looked at in float32 first.
+        self._found: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self) -> tuple[type[_Spectrum], tuple[()]]:
-        # Copies and pickles of a module start anew: a weak reference does not travel.
+        # Copies and pickles of a module start anew: they are not three times as large.
         return _Spectrum, ()
 
     def of(self, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Inference tensors don't count their changes.
-        version = None if matrix.is_inference() else matrix._version
-        if (
-            self._found is not None
-            and self._key is not None
-            and version is not None
-            and self._key[0]() is matrix
-            and self._key[1:] == (version, dtype)
-        ):
-            return self._found
-        clean = matrix.detach().to(dtype)
+        matrix = matrix.detach()
+        if not self._is_known(matrix):
+            # A copy: the caller may write into his.
+            self._matrix = matrix.clone() if matrix.numel() <= _KEPT else None
+            self._found = {}
+        if dtype in self._found:
+            return self._found[dtype]
+        clean = matrix.to(dtype)
         finite = torch.isfinite(clean).all(-1).all(-1)[..., None, None]
         values, vectors = torch.linalg.eigh(torch.where(finite, clean, 0.0))
         values = torch.where(finite[..., 0], values, torch.nan)
-        if version is not None:
-            self._key = (weakref.ref(matrix), version, dtype)
-            self._found = (values, vectors)
+        if self._matrix is not None:
+            self._found[dtype] = (values, vectors)
         return values, vectors
+
+    def _is_known(self, matrix: Tensor) -> bool:
+        known = self._matrix
+        return (
+            known is not None
+            and (known.shape, known.dtype, known.device)
+            == (matrix.shape, matrix.dtype, matrix.device)
+            and torch.equal(known, matrix)
+        )
 
 
 def _check(system: SpinSystem) -> None:
@@ -258,6 +319,22 @@ def _check(system: SpinSystem) -> None:
             "steepest descent needs scalar couplings (..., N, N), and these are matrix-valued: "
             "use MeanField()"
         )
+
+
+def _is_low_rank(system: SpinSystem) -> bool:
+    """Whether the couplings are worth leaving in their factors."""
+    couplings, n = system.couplings, system.num_spins
+    if not isinstance(couplings, LowRank) or n < _LOW_RANK_SITES:
+        return False
+    return couplings.quadratic_form()[0].shape[-1] <= _LOW_RANK_SHARE * n
+
+
+def _couplings(system: SpinSystem, low_rank: bool) -> tuple[Tensor, ...]:
+    """The couplings as differentiable inputs of a saddle."""
+    couplings = system.couplings
+    if low_rank and isinstance(couplings, LowRank):
+        return couplings.quadratic_form()
+    return (couplings.to_dense(),)
 
 
 def _reduced(
@@ -305,7 +382,8 @@ class SteepestDescentEquilibrium(Equilibrium):
         assert system.site.radius is not None  # solve() takes spheres and Ising spins
         self._radius = system.site.radius
         self._saddle = saddle
-        self._inputs = (system.couplings.to_dense(), *_reduced(system))
+        couplings = _couplings(system, low_rank=isinstance(saddle, LowRankSaddle))
+        self._inputs = (*couplings, *_reduced(system))
 
     @property
     def t(self) -> Tensor:
@@ -315,10 +393,28 @@ class SteepestDescentEquilibrium(Equilibrium):
         """
         return self.solution.value
 
+    @cached_property
+    @in_solving_mode
+    def _mean(self) -> tuple[Tensor, Tensor | None]:
+        """mu and, with one auxiliary variable a site, A: their first derivatives are closed."""
+        return self._saddle.mean(*self._inputs)
+
     @property
     @observable
     def magnetization(self) -> Tensor:
-        return self._radius * self._saddle.mean(*self._inputs)
+        return self._radius * self._mean[0]
+
+    @property
+    @observable
+    def connected_correlations(self) -> Tensor:
+        r""":math:`\langle S_i\cdot S_j\rangle - m_i\cdot m_j = R^2 A_{ij}`, (..., N, N).
+
+        The diagonal is the length that is not in the mean. Zero at absent sites.
+        """
+        inverse = self._mean[1]
+        if inverse is None:
+            return self._cast(self._radius**2 * self._response.inverse)
+        return self._cast(self._radius**2 * clear(inverse, self._saddle.mask))
 
     @property
     @observable
@@ -327,15 +423,9 @@ class SteepestDescentEquilibrium(Equilibrium):
 
     @cached_property
     @in_solving_mode
-    def _attached(self) -> tuple[Tensor, ...]:
-        """V, A and mu with their derivatives."""
+    def _response(self) -> Response:
+        """A and mu with their derivatives."""
         return self._saddle.attach(*self._inputs)
-
-    @cached_property
-    @in_solving_mode
-    def _inverse(self) -> Tensor:
-        """A with empty rows at absent sites."""
-        return clear(self._attached[1], self._saddle.mask)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.system.field.dtype)
@@ -343,58 +433,98 @@ class SteepestDescentEquilibrium(Equilibrium):
     @property
     @observable
     def internal_energy(self) -> Tensor:
-        couplings = self._inputs[0]
-        mu = self._attached[2]
-        pairs = (couplings * (self._inverse + mu @ mu.mT)).sum((-2, -1)) * self._radius**2
-        field = (self.system.field * mu).sum((-2, -1)) * self._radius
+        response = self._response
+        pairs = self._radius**2 * response.pairs
+        field = (self.system.field * response.mu).sum((-2, -1)) * self._radius
         return self._cast(-pairs / 2 - field)
 
     @property
     @observable
     def entropy(self) -> Tensor:
         """S = D/2 log det A, (...), relative to free spins."""
-        v, inverse, _ = self._attached
-        value: Tensor = LogDet.apply(v, inverse, self._saddle.log_det)
-        return self._cast(-self.system.dim / 2 * value)
+        return self._cast(-self.system.dim / 2 * self._response.log_det)
 
     @observable
     def specific_heat(self) -> Tensor:
-        own = self._inverse.diagonal(dim1=-2, dim2=-1)[..., None]
-        _, curvature = self._saddle.curvature(*self._attached[1:])
-        lost = self._saddle.weigh(curvature, own, own)[..., 0, 0]
+        own = self._response.own[..., None]
+        lost = (own * self._response.relax(own)).sum((-2, -1))
         return self._cast(self.system.dim / 2 * (self.system.num_present - lost))
 
+    def _chi(self, first: Tensor, second: Tensor) -> Tensor:
+        scale = self._inputs[-2]
+        return self._cast(
+            scale.reshape(*scale.shape, *[1] * (first.ndim - scale.ndim)) * (first - 2 * second)
+        )
+
     def _susceptibility_product(self, vector: Tensor) -> Tensor:
-        r""":math:`\chi v` from the closed form, O(N^2 D) once P is inverted."""
-        mu, inverse = self._attached[2], self._inverse
-        _, curvature = self._saddle.curvature(*self._attached[1:])
-        first = inverse @ vector.to(inverse.dtype)
+        r""":math:`\chi v` from the closed form: two products with A and one with :math:`P^{-1}`."""
+        response, mu = self._response, self._response.mu
+        first = response.apply(vector.to(mu.dtype))
         lever = (mu * first).sum(-1, keepdim=True)
-        every = torch.eye(self.system.num_spins, dtype=mu.dtype, device=mu.device)
-        second = inverse @ (mu * self._saddle.weigh(curvature, every, lever))
-        return self._cast(self._inputs[1][..., None, None] * (first - 2 * second))
+        return self._chi(first, response.apply(mu * response.relax(lever)))
+
+    @observable
+    def uniform_susceptibility(self) -> Tensor:
+        r""":math:`\sum_{ij}\chi_{ia,jb}`, (..., D, D), from one product with A and D with
+        :math:`P^{-1}`."""
+        response, mu = self._response, self._response.mu
+        ones = torch.ones_like(mu[..., :1])
+        if self.system.mask is not None:
+            ones = ones.masked_fill(self.system.mask[..., None], 0.0)
+        sums = response.apply(ones)
+        lever = mu * sums
+        first = (ones * sums).sum((-2, -1))[..., None, None] * self._identity
+        return self._chi(first, lever.mT @ response.relax(lever))
+
+    @observable
+    def local_susceptibility(self) -> Tensor:
+        r""":math:`\chi_{ia,ib}`, (..., N, D, D).
+
+        Shared: O(N D^2) beyond one product with A. Site: O(N^3 D + N^2 D^2), N^2 D numbers a
+        system; for low-rank couplings one product a column, no N^2 numbers.
+        """
+        response, mu = self._response, self._response.mu
+        first = response.own[..., None, None] * self._identity
+        if self._saddle.shared:
+            # What stands for P^{-1} is the same number in every entry.
+            constant = response.relax(torch.ones_like(mu[..., :1])) / max(mu.shape[-2], 1)
+            lever = response.apply(mu)
+            second = constant[..., None] * lever[..., :, None] * lever[..., None, :]
+            return self._chi(first, second)
+        if isinstance(self._saddle, LowRankSaddle):
+            found: Tensor = super().local_susceptibility()
+            return found
+        inverse = response.inverse
+        levers = [inverse * mu[..., :, b : b + 1] for b in range(mu.shape[-1])]
+        columns = []
+        for lever in levers:
+            relaxed = response.relax(lever)
+            columns.append(torch.stack([(other * relaxed).sum(-2) for other in levers], -1))
+        second = torch.stack(columns, -1) if columns else first
+        return self._chi(first, second)
 
     def _susceptibility(self) -> Tensor:
         r""":math:`\chi` with the response of the auxiliary variables, O(N^3 D + N^3 D^2)."""
-        mu = self._attached[2]
+        response, mu = self._response, self._response.mu
         n, d = mu.shape[-2:]
         batch = self.system.batch_shape
-        inverse = self._inverse
+        inverse = response.inverse
         # L[k, (i, a)] = A_ik mu_ka
         lever = (inverse[..., :, :, None] * mu[..., :, None, :]).reshape(*batch, n, n * d)
-        _, curvature = self._saddle.curvature(*self._attached[1:])
-        second = self._saddle.weigh(curvature, lever, lever).reshape(*batch, n, d, n, d)
-        identity = torch.eye(d, dtype=mu.dtype, device=mu.device)
-        first = torch.einsum("...ij,ab->...iajb", inverse, identity)
-        scale = self._inputs[1][..., None, None, None, None]
-        return self._cast(scale * (first - 2 * second))
+        second = (lever.mT @ response.relax(lever)).reshape(*batch, n, d, n, d)
+        first = torch.einsum("...ij,ab->...iajb", inverse, self._identity)
+        return self._chi(first, second)
+
+    @property
+    def _identity(self) -> Tensor:
+        mu = self._response.mu
+        return torch.eye(self.system.dim, dtype=mu.dtype, device=mu.device)
 
     def _linear_response_correlations(self) -> Tensor:
         return self._coupling_correlations()
 
     def _coupling_correlations(self) -> Tensor:
-        mu = self._attached[2]
-        return self._cast(self._radius**2 * (self._inverse + mu @ mu.mT))
+        return self.connected_correlations + self.magnetization @ self.magnetization.mT
 
 
 class FluctuationEquilibrium(DerivedEquilibrium):
@@ -408,7 +538,7 @@ class FluctuationEquilibrium(DerivedEquilibrium):
     def __init__(
         self,
         system: SpinSystem,
-        saddle: Saddle,
+        saddle: DenseSaddle,
         solution: Solution,
         broken: Tensor | None = None,
     ) -> None:
@@ -416,7 +546,7 @@ class FluctuationEquilibrium(DerivedEquilibrium):
             # Only ever called with the values that the saddle was solved for.
             inputs = (couplings, *_reduced(system, field, beta))
             leading = system.dim * saddle.minimum(*inputs)
-            log_det, _ = saddle.curvature(*saddle.attach(*inputs)[1:])
+            log_det, _ = saddle.curvature(*saddle.matrices(*inputs)[1:])
             return leading - log_det.to(field.dtype) / 2
 
         super().__init__(system, log_partition, solution, broken)

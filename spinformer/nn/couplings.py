@@ -13,10 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spinformer.nn.amortized import Amortization
 from spinformer.nn.masks import Masks
-from spinformer.spins.couplings import Couplings
+from spinformer.nn.streamed import Bonds, StreamedHeads, attention_weights
+from spinformer.spins.couplings import Couplings, LowRank
 
-__all__ = ["AttentionCouplings", "FixedCouplings", "FusedHeads", "HeadMixture", "Heads"]
+__all__ = [
+    "AttentionCouplings",
+    "FixedCouplings",
+    "FusedHeads",
+    "HeadMixture",
+    "Heads",
+    "LinearCouplings",
+]
 
 
 class Heads(Couplings):
@@ -26,10 +35,18 @@ class Heads(Couplings):
         weights: (..., H, N, N), zero on the diagonal.
         strength: (H,).
         symmetric: whether the weights are, by construction.
+        amortization: how they came about, where that was asked for.
     """
 
-    def __init__(self, weights: Tensor, strength: Tensor, symmetric: bool) -> None:
+    def __init__(
+        self,
+        weights: Tensor,
+        strength: Tensor,
+        symmetric: bool,
+        amortization: Amortization | None = None,
+    ) -> None:
         self._weights, self._strength, self._symmetric = weights, strength, symmetric
+        self.amortization = amortization
 
     @property
     def num_spins(self) -> int:
@@ -78,7 +95,9 @@ class HeadMixture(Couplings):
         out: O, (d, d): the columns of head h are its O_h; None ties it to V.
     """
 
-    def __init__(self, heads: Heads | FusedHeads, value: Tensor, out: Tensor | None) -> None:
+    def __init__(
+        self, heads: Heads | FusedHeads | StreamedHeads, value: Tensor, out: Tensor | None
+    ) -> None:
         self._heads, self._value, self._out = heads, value, out
 
     @property
@@ -106,11 +125,14 @@ class HeadMixture(Couplings):
         out = None if self._out is None else tensors[own + 1]
         return HeadMixture(self._heads.with_tensors(*tensors[:own]), tensors[own], out)
 
-    def apply(self, state: Tensor) -> Tensor:
+    def values(self, state: Tensor) -> Tensor:
+        """V_h s of every head, (..., H, N, d / H)."""
         nhead = self._heads.batch_shape[-1]
-        width = self.dim // nhead
-        values = F.linear(state, self._value).unflatten(-1, (nhead, width)).transpose(-2, -3)
-        mixed = self._heads.apply(values).transpose(-2, -3).flatten(-2)
+        values = F.linear(state, self._value).unflatten(-1, (nhead, self.dim // nhead))
+        return values.transpose(-2, -3)
+
+    def apply(self, state: Tensor) -> Tensor:
+        mixed = self._heads.apply(self.values(state)).transpose(-2, -3).flatten(-2)
         return F.linear(mixed, self._value.mT if self._out is None else self._out)
 
     def to_dense(self) -> Tensor:
@@ -192,7 +214,8 @@ class FusedHeads(Couplings):
 
     def written_out(self) -> Heads:
         """The same couplings as matrices."""
-        weights = _weights(self._query, self._key, self._blocked, self._bias)
+        bonds = Bonds(self.num_spins, self._blocked, self._bias)
+        weights = attention_weights(self._query, self._key, bonds)
         return Heads(weights, self._strength, symmetric=False)
 
     def to_dense(self) -> Tensor:
@@ -203,24 +226,6 @@ class FusedHeads(Couplings):
 
     def symmetrize(self) -> Heads:
         return self.written_out().symmetrize()
-
-
-def _weights(query: Tensor, key: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Softmax over the neighbours, (B, H, N, N); zero where there is none."""
-    logits = (query / math.sqrt(query.shape[-1])) @ key.mT
-    if bias is not None:
-        logits = logits + bias
-    # The most negative number, not -inf: a row without neighbours stays finite, in its gradient
-    # too, and is cleared below.
-    lowest = torch.finfo(logits.dtype).min
-    logits.diagonal(dim1=-2, dim2=-1).fill_(lowest)
-    if blocked is not None:
-        logits = logits.masked_fill(blocked, lowest)
-    weights = logits.softmax(-1)
-    if blocked is not None or query.shape[-2] == 1:
-        itself = torch.eye(query.shape[-2], dtype=torch.bool, device=weights.device)
-        weights = weights.masked_fill(itself if blocked is None else itself | blocked, 0.0)
-    return weights
 
 
 class AttentionCouplings(nn.Module):
@@ -268,24 +273,46 @@ class AttentionCouplings(nn.Module):
             nn.init.zeros_(self.in_proj.bias)
         nn.init.constant_(self.strength, 0.5)
 
-    def forward(self, tokens: Tensor, masks: Masks, fused: bool = False) -> Heads | FusedHeads:
+    def forward(
+        self,
+        tokens: Tensor,
+        masks: Masks,
+        fused: bool = False,
+        keep: bool = False,
+        streamed: bool = False,
+    ) -> Heads | FusedHeads | StreamedHeads:
         """Couplings (B, H, N, N) of normalized tokens (B, N, d).
 
         ``fused`` leaves them unwritten where nothing needs the matrices: they are neither
-        symmetrized nor dropped.
+        symmetrized nor dropped. ``streamed`` makes them a function of queries and keys, unless they
+        are dropped. ``keep`` keeps their :class:`~spinformer.nn.amortized.Amortization`
+        with them.
         """
         batch, length, _ = tokens.shape
         width = self.in_proj.in_features // self.nhead
         heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, width)
         query, key = heads.permute(2, 0, 3, 1, 4)
         blocked = masks.unbonded()
-        if fused and not self.symmetric and not (self.training and self.dropout > 0):
+        dropped = self.training and self.dropout > 0
+        if fused and not self.symmetric and not dropped:
             return FusedHeads(query, key, self.strength, blocked, masks.bias)
-        weights = _weights(query, key, blocked, masks.bias)
-        weights = F.dropout(weights, self.dropout, self.training)
+        bonds = Bonds(length, blocked, masks.bias)
+        if streamed and not dropped:
+            query, key = query.contiguous(), key.contiguous()
+            return StreamedHeads(query, key, self.strength, bonds, self.symmetric)
+        attention = weights = attention_weights(query, key, bonds)
+        kept = None
+        if dropped and keep:
+            kept = F.dropout(torch.ones_like(attention), self.dropout)
+            weights = attention * kept
+        elif dropped:
+            weights = F.dropout(attention, self.dropout)
         if self.symmetric:
             weights = (weights + weights.mT) / 2
-        return Heads(weights, self.strength, self.symmetric)
+        amortization = None
+        if keep:
+            amortization = Amortization(heads, attention, kept, self.strength, self.in_proj.weight)
+        return Heads(weights, self.strength, self.symmetric, amortization)
 
 
 class FixedCouplings(nn.Module):
@@ -340,3 +367,75 @@ class FixedCouplings(nn.Module):
         if unbonded is not None:
             weights = weights.masked_fill(unbonded, 0.0)
         return Heads(weights, self.strength, masks.symmetric)
+
+
+class LinearCouplings(nn.Module):
+    r"""Couplings amortized from the tokens by linear attention, kept in their factors.
+
+    With positive features :math:`\varphi(x) = 1 + \mathrm{elu}(x)` of queries and keys,
+
+    .. math:: \kappa_{ij} = \tfrac12\big[\varphi(q_i)\cdot\varphi(k_j)
+              + \varphi(k_i)\cdot\varphi(q_j)\big]\ (i \ne j),\qquad
+              J_{ij} = \frac{s\,\kappa_{ij}}{\sqrt{d_i d_j}},\qquad d_i = \sum_{j \ne i}\kappa_{ij},
+
+    with one strength s a head, 1/2 at first. They are symmetric, and as no entry is negative the
+    largest eigenvalue of J is s (its vector is :math:`\sqrt{d_i}`): what row sums are to softmax
+    couplings. Features, degrees and products cost O(N d_h) numbers and no pair is written down, so
+    that neither a mask over pairs nor dropout of weights has anything to act on.
+
+    Args:
+        d_model: width of the tokens.
+        nhead: number of heads.
+        bias, device, dtype: of the projection.
+        batch_first: read by containers of torch; the layout is the block's business.
+
+    Source: Katharopoulos et al. 2020, Transformers are RNNs (ICML), for the features.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        bias: bool = True,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.nhead, self.batch_first = nhead, batch_first
+        self.in_proj = nn.Linear(d_model, 2 * d_model, bias=bias, device=device, dtype=dtype)
+        self.strength = nn.Parameter(torch.empty(nhead, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As those of :class:`AttentionCouplings`."""
+        for block in self.in_proj.weight.chunk(2):
+            nn.init.xavier_uniform_(block)
+        if self.in_proj.bias is not None:
+            nn.init.zeros_(self.in_proj.bias)
+        nn.init.constant_(self.strength, 0.5)
+
+    def forward(self, tokens: Tensor, masks: Masks) -> LowRank:
+        """Couplings of rank 2 d_h, (B, H, N, N) if written down, of normalized tokens (B, N, d)."""
+        if masks.blocked is not None or masks.bias is not None:
+            raise ValueError(
+                "couplings='linear' never write pairs down, and a mask over pairs (causal ones "
+                "too) or one with finite entries changes single pairs: pass a boolean padding mask "
+                "only, or use couplings='symmetric' or 'softmax'"
+            )
+        batch, length, _ = tokens.shape
+        width = self.in_proj.in_features // self.nhead
+        heads = self.in_proj(tokens).view(batch, length, 2, self.nhead, width)
+        # Degrees are sums over all tokens: not in half precision.
+        heads = heads.permute(2, 0, 3, 1, 4).to(torch.promote_types(heads.dtype, torch.float32))
+        features = 1 + F.elu(heads)
+        if masks.absent is not None:
+            features = features.masked_fill(masks.absent[:, None, :, None], 0.0)
+        query, key = features
+        others = features.sum(-2, keepdim=True) - features
+        degree = ((query * others[1] + key * others[0]).sum(-1, keepdim=True)) / 2
+        # A token without another one has no neighbour.
+        alone = degree <= 0
+        unit = torch.where(alone, 0.0, torch.where(alone, 1.0, degree).rsqrt())
+        weights = self.strength.to(unit.dtype)[:, None].expand(-1, width)
+        return LowRank(unit * query, unit * key, weights, check=False).symmetrize()

@@ -20,6 +20,8 @@ class BlockReport:
         converged: ``(B, heads)`` bool.
         couplings: ``(B, heads, N, N)``, what mixed the tokens: couplings or attention weights.
         magnetization: ``(B, heads, N, D)``.
+        coupling_term: ``(B, N, d_model)``, what the dependence of the couplings on the tokens adds
+            to the magnetization where it is the total derivative of the free energy.
     """
 
     energy_before: Tensor | None = None
@@ -30,3 +32,4 @@ class BlockReport:
     converged: Tensor | None = None
     couplings: Tensor | None = None
     magnetization: Tensor | None = None
+    coupling_term: Tensor | None = None

@@ -33,6 +33,7 @@ __all__ = ["FixedPoint", "FixedPointSolver", "unroll"]
 
 FixedPointSolver = Literal["plain", "anderson", "broyden"]
 Map = Callable[..., Tensor]
+Linearization = Callable[..., tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 _METHODS = ("plain", "anderson", "broyden")
 _WINDOW = 5
@@ -83,6 +84,7 @@ class FixedPoint:
         *,
         scale: float = 1.0,
         check: bool = True,
+        linearize: Linearization | None = None,
     ) -> Solution:
         r"""Solve z = function(z, \*inputs) from ``initial``, with the implicit derivative attached.
 
@@ -92,6 +94,7 @@ class FixedPoint:
             inputs: every tensor that needs a gradient.
             scale: unit of the residual, the natural size of one entry of z.
             check: apply ``on_failure`` to the solve at once; False leaves it to :meth:`check`.
+            linearize: a quicker derivative of the function, see :meth:`attach`.
 
         Returns:
             the :class:`Solution`; its value carries the derivative in ``inputs``.
@@ -105,33 +108,65 @@ class FixedPoint:
             solution = self._iterate(lambda z: function(z, *inputs), initial.detach(), scale)
         if check:
             self.check(solution)
-        value = self.attach(solution, function, inputs)
+        value = self.attach(solution, function, inputs, linearize)
         return Solution(value, solution.residual, solution.iterations, solution.converged)
 
-    def attach(self, solution: Solution, function: Map, inputs: Sequence[Tensor]) -> Tensor:
+    def attach(
+        self,
+        solution: Solution,
+        function: Map,
+        inputs: Sequence[Tensor],
+        linearize: Linearization | None = None,
+    ) -> Tensor:
         r"""The value of a solution of z = function(z, \*inputs) with its implicit derivative.
 
         For a fixed point that is known already and now depends on other tensors of the same values:
         :meth:`solve` without its iteration.
+
+        Args:
+            solution: z, and which systems have it.
+            function, inputs: as :meth:`solve`.
+            linearize: ``linearize(z, *inputs)`` returns ``function(z, *inputs)``, with its graph,
+                and the map :math:`u \mapsto (\partial f/\partial z)^{\mathsf T} u` in plain
+                numbers, which the adjoint iteration applies. None leaves it to autograd.
         """
 
         def adjoint(vjp: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
             # A system that has no value has no gradient either; its NaN must not reach a shared
             # parameter. Dividing by the size of the cotangent makes the tolerance relative.
-            usable = torch.isfinite(rhs).all((-2, -1)) & torch.isfinite(solution.residual)
             size = _size(rhs)
+            usable = torch.isfinite(size) & torch.isfinite(solution.residual)
             factor = torch.where(size > 0, size, 1.0)[..., None, None]
-            b = torch.where(usable[..., None, None], rhs / factor, 0.0)
-            linear = self._iterate(lambda u: u - vjp(u) + b, b, 1.0, usable)
+            b = rhs / factor
+            broken = not bool(usable.all())
+            if broken:
+                b = torch.where(usable[..., None, None], b, 0.0)
+
+            def step(u: Tensor) -> Tensor:
+                return vjp.inner(u) + b if isinstance(vjp, _Complement) else u - vjp(u) + b
+
+            linear = self._iterate(step, b, 1.0, usable)
             linear.check(
                 self.on_failure,
                 f"the adjoint of the {self.solver} fixed-point iteration",
                 "The gradient is that of the last iterate: raise max_iterations, or keep the "
                 "couplings weaker.",
             )
-            return torch.where(usable[..., None, None], linear.value * factor, 0.0)
+            value = linear.value * factor
+            return torch.where(usable[..., None, None], value, 0.0) if broken else value
 
-        return implicit(solution.value, lambda z, *x: z - function(z, *x), inputs, adjoint)
+        def linearized(z: Tensor, *x: Tensor) -> tuple[Tensor, _Complement]:
+            assert linearize is not None
+            new, transposed = linearize(z, *x)
+            return z - new, _Complement(transposed)
+
+        return implicit(
+            solution.value,
+            lambda z, *x: z - function(z, *x),
+            inputs,
+            adjoint,
+            None if linearize is None else linearized,
+        )
 
     def check(self, solution: Solution) -> None:
         """Apply ``on_failure`` to a solution."""
@@ -179,6 +214,16 @@ def unroll(
         new = function(z, *inputs)
         z = new if damping == 1 else torch.lerp(z, new, damping)
     return z
+
+
+@dataclass(frozen=True)
+class _Complement:
+    """The map u -> u - A u, which lets the iteration u <- A u + b see its A."""
+
+    inner: Callable[[Tensor], Tensor]
+
+    def __call__(self, u: Tensor) -> Tensor:
+        return u - self.inner(u)
 
 
 def _size(state: Tensor) -> Tensor:
@@ -259,52 +304,58 @@ def _plain(function: Callable[[Tensor], Tensor], record: _Record, damping: float
 
 def _anderson(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:
     z = record.value
-    batch, size = z.shape[:-2], z.shape[-2] * z.shape[-1]
-    # The last differences of the steps, and of z + damping * step, in a ring.
-    changes = z.new_zeros(*batch, _WINDOW, size)
-    moves = z.new_zeros(*batch, _WINDOW, size)
+    rows, size = record.active.numel(), z.shape[-2] * z.shape[-1]
+    window = min(_WINDOW, record.max_iterations)
+    # The latest step and the last differences of the steps in a ring, side by side, so that one
+    # product gives all of their inner products; and the differences of z + damping * step.
+    steps = z.new_empty(rows, 1 + window, size)
+    moves = z.new_empty(rows, window, size)
     # Enough to make the normal equations solvable, far too little to slow convergence; heavier on
     # older differences, so that of several that are parallel the latest, the most local, is used.
-    ages = torch.arange(_WINDOW, device=z.device)
+    ages = torch.arange(window, device=z.device)
     ridge = 10 * torch.finfo(z.dtype).eps * 10.0 ** ages.to(z.dtype)
     stale, strikes = torch.zeros_like(record.iterations), torch.zeros_like(record.iterations)
-    previous: tuple[Tensor, Tensor] | None = None
+    previous = z
     for count in itertools.count():
         if not record.running:
             return
-        step = function(z) - z
+        new = function(z)
+        step = new - z
         record.observe(z, step)
-        step = step.reshape(*batch, size)
-        new = torch.add(z.reshape(*batch, size), step, alpha=damping)
-        if previous is not None:
-            torch.sub(step, previous[0], out=changes[..., (count - 1) % _WINDOW, :])
-            torch.sub(new, previous[1], out=moves[..., (count - 1) % _WINDOW, :])
-        previous = (step, new)
+        new = (new if damping == 1 else torch.lerp(z, new, damping)).reshape(rows, size)
+        step = step.reshape(rows, size)
         # Mixing may go round in circles. A system without a new lowest residual for some time
         # forgets its differences and takes plain steps until there is one; when that happens
         # again, for good, so that a contraction is sure to end.
         stale = torch.where(record.residual <= record.lowest, 0, stale + 1)
         strikes += stale == _PATIENCE
         circling = (stale >= _PATIENCE) | (strikes > 1)
-        if bool(circling.any()):
-            changes.masked_fill_(circling[..., None, None], 0.0)
-            moves.masked_fill_(circling[..., None, None], 0.0)
+        latest = (count - 1) % window
         if count:
-            k = min(count, _WINDOW)
-            dg, dm = changes[..., :k, :], moves[..., :k, :]
-            gram = dg @ dg.mT
-            # Differences shrink as the iteration converges: compare directions, not lengths.
-            length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-            length = torch.where(length > 0, length, 1.0)
-            gram = gram / (length[..., :, None] * length[..., None, :])
-            gram = gram + torch.diag(ridge[(count - 1 - ages[:k]) % _WINDOW])
-            factor, info = torch.linalg.cholesky_ex(gram)
-            projections = (dg @ step[..., None]) / length[..., None]
-            weights = torch.cholesky_solve(projections, factor) / length[..., None]
-            usable = (info == 0) & torch.isfinite(weights).all(-1).all(-1) & ~circling
-            weights = torch.where(usable[..., None, None], weights, 0.0)
-            new = new - (weights.mT @ dm)[..., 0, :]
-        z = new.reshape(z.shape)
+            torch.sub(step, steps[:, 0], out=steps[:, 1 + latest])
+            torch.sub(new, previous, out=moves[:, latest])
+        steps[:, 0] = step
+        previous = new
+        if not count:
+            z = new.view(z.shape)
+            continue
+        k = min(count, window)
+        if bool(circling.any()):
+            plain = circling.reshape(rows, 1, 1)
+            steps[:, 1 : k + 1].masked_fill_(plain, 0.0)
+            moves[:, :k].masked_fill_(plain, 0.0)
+        products = steps[:, : k + 1] @ steps[:, : k + 1].mT
+        gram, projections = products[:, 1:, 1:], products[:, 1:, :1]
+        # Differences shrink as the iteration converges: compare directions, not lengths.
+        length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+        length = torch.where(length > 0, length, 1.0)[..., None]
+        gram = gram / (length * length.mT)
+        gram.diagonal(dim1=-2, dim2=-1).add_(ridge[(latest - ages[:k]) % window])
+        factor, info = torch.linalg.cholesky_ex(gram)
+        weights = torch.cholesky_solve(projections / length, factor) / length
+        usable = (info == 0) & torch.isfinite(weights.sum((-2, -1))) & ~circling.reshape(rows)
+        weights = torch.where(usable[:, None, None], weights, 0.0)
+        z = torch.baddbmm(new[:, None], weights.mT, moves[:, :k], alpha=-1).view(z.shape)
 
 
 def _broyden(function: Callable[[Tensor], Tensor], record: _Record, damping: float) -> None:

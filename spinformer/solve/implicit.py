@@ -15,6 +15,7 @@ the same rule: derivatives of any order come from one recursion.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +26,15 @@ from torch.autograd.function import FunctionCtx
 Residual = Callable[..., Tensor]
 VectorJacobian = Callable[[Tensor], Tensor]
 Adjoint = Callable[[VectorJacobian, Tensor], Tensor]
+Linearize = Callable[..., tuple[Tensor, VectorJacobian]]
 
 
 def implicit(
-    value: Tensor, residual: Residual, inputs: Sequence[Tensor], adjoint: Adjoint
+    value: Tensor,
+    residual: Residual,
+    inputs: Sequence[Tensor],
+    adjoint: Adjoint,
+    linearize: Linearize | None = None,
 ) -> Tensor:
     r"""Attach the implicit derivative to a solved value.
 
@@ -43,12 +49,15 @@ def implicit(
             a graph. In second and higher derivatives it is called with the transposed map, so an
             adjoint that uses a stored factor needs a symmetric Jacobian, and one that only applies
             ``vjp`` works always.
+        linearize: ``linearize(z, *inputs)`` returns ``residual(z, *inputs)`` with its graph, and
+            the ``vjp`` that the adjoint of a first derivative is given. None leaves both to
+            autograd.
 
     Returns:
         ``value`` with a graph; ``value`` itself where no input requires a gradient.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        attached: Tensor = _Implicit.apply(residual, adjoint, value.detach(), *inputs)
+        attached: Tensor = _Implicit.apply(residual, adjoint, linearize, value.detach(), *inputs)
         return attached
     return value
 
@@ -58,19 +67,24 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, residual: Residual, adjoint: Adjoint, value: Tensor, *inputs: Tensor
+        ctx: FunctionCtx,
+        residual: Residual,
+        adjoint: Adjoint,
+        linearize: Linearize | None,
+        value: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         output = value.clone()
-        ctx.residual, ctx.adjoint = residual, adjoint  # type: ignore[attr-defined]
+        ctx.functions = residual, adjoint, linearize  # type: ignore[attr-defined]
         # The output is saved, not the argument: in a second derivative it is part of the graph.
         ctx.save_for_backward(output, *inputs)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        residual, adjoint = ctx.residual, ctx.adjoint
+        residual, adjoint, linearize = ctx.functions
         value, *arguments = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]  # after the two functions and the value
+        needed = ctx.needs_input_grad[4:]  # after the functions and the value
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             # New names of the same tensors: ``out`` depends on them only directly, not through
@@ -80,11 +94,11 @@ class _Implicit(torch.autograd.Function):
                 _alias(tensor, again) if need else tensor.detach()
                 for tensor, need in zip(arguments, needed, strict=True)
             ]
-            out = residual(z, *inputs)
-
-            def vjp(cotangent: Tensor) -> Tensor:
-                (product,) = torch.autograd.grad(out, z, cotangent, retain_graph=True)
-                return product
+            if linearize is None:
+                out = residual(z, *inputs)
+                vjp = functools.partial(_pull, out, z)
+            else:
+                out, vjp = linearize(z, *inputs)
 
             with torch.no_grad():
                 u = adjoint(vjp, grad_output)
@@ -100,7 +114,12 @@ class _Implicit(torch.autograd.Function):
             grads = iter(
                 torch.autograd.grad(out, wanted, -u, create_graph=again, allow_unused=True)
             )
-        return (None, None, None, *(next(grads) if need else None for need in needed))
+        return (None, None, None, None, *(next(grads) if need else None for need in needed))
+
+
+def _pull(out: Tensor, z: Tensor, cotangent: Tensor) -> Tensor:
+    (product,) = torch.autograd.grad(out, z, cotangent, retain_graph=True)
+    return product
 
 
 def _alias(tensor: Tensor, connected: bool) -> Tensor:

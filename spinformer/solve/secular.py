@@ -170,8 +170,12 @@ def _last(rows: Tensor) -> Tensor:
 
 
 def rotate(matrix: Tensor, state: Tensor) -> Tensor:
-    """matrix @ state for one matrix (N, N), as one product for all systems."""
-    if matrix.ndim > 2 or state.ndim <= 2:
+    """matrix @ state, with the systems that share a matrix as columns of one product."""
+    shared = state.ndim - matrix.ndim
+    if shared <= 0:
         return matrix @ state
-    columns = state.movedim(-2, 0)
-    return (matrix @ columns.flatten(1)).reshape(columns.shape).movedim(0, -2)
+    # Broadcast, the matrix would be read, and copied, once a system.
+    columns = state.flatten(0, shared - 1).movedim(0, -2)
+    systems, dim = columns.shape[-2:]
+    rotated = (matrix @ columns.flatten(-2)).unflatten(-1, (systems, dim))
+    return rotated.movedim(-2, 0).unflatten(0, state.shape[:shared])

@@ -19,6 +19,7 @@ from spinformer.errors import strict_options
 from spinformer.spins.special import (
     inverse_reduced_ratio,
     log_normalizer_squared,
+    reduced_jet,
     reduced_ratio,
     reduced_ratio_derivative,
     reduced_slope,
@@ -173,6 +174,18 @@ class Sphere(SiteLaw):
         # rho - tau = 2 R^2 x a'(x) without dividing by the field, nor cancelling.
         weight = 2 * square**2 * reduced_ratio_derivative(x, self.dim)
         return _covariance(square * reduced_ratio(x, self.dim), weight, b)
+
+    def jet(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        r""":math:`(\tau, \rho, w, w')` of mean :math:`\tau b` and covariance
+        :math:`\tau + w\,b b^{\mathsf T}`, each (...).
+
+        :math:`\rho` is the longitudinal variance :math:`\tau + w|b|^2` of :meth:`response`,
+        :math:`w = 2\,d\tau/d|b|^2` and :math:`w' = dw/d|b|^2`: all that products of two
+        covariances and their derivatives in the field are made of, smooth at zero field.
+        """
+        square = self.radius**2
+        a, a1, a2, slope = reduced_jet(self._x(b), self.dim)
+        return square * a, square * slope, 2 * square**2 * a1, 2 * square**3 * a2
 
     def inverse_response(self, m: Tensor) -> Tensor:
         _check_inside(m, self.radius)

@@ -28,7 +28,7 @@ log-normalizer, the reduced ratio :math:`a(x) = A_D / \kappa` and the slope
 by term; the textbook formula :math:`A' = 1 - A^2 - (D-1)A/\kappa` loses every digit at large
 :math:`\kappa`. In float64 the relative error is a few units of rounding for D = 2 ... 4096 and
 :math:`\kappa` = 0 ... 1e10, in float32 below 1e-6; half precisions are computed in float32.
-Derivatives exist to the third order of a (fourth of the log-normalizer); beyond it
+Derivatives exist to the fourth order of a (fifth of the log-normalizer); beyond it
 ``NotImplementedError`` is raised.
 
 Sources: NIST Digital Library of Mathematical Functions, sections 10.29 and 10.41 (recurrences,
@@ -53,6 +53,7 @@ __all__ = [
     "inverse_reduced_ratio",
     "log_normalizer",
     "log_normalizer_squared",
+    "reduced_jet",
     "reduced_ratio",
     "reduced_ratio_derivative",
     "reduced_slope",
@@ -61,6 +62,8 @@ __all__ = [
 # From this order the uniform expansion, with at most so many terms, reaches a dtype's rounding.
 _LOWEST_ORDER = {torch.float64: 24.0, torch.float32: 10.0}
 _MAX_TERMS = {torch.float64: 14, torch.float32: 8}
+# Highest derivatives of a and of F.
+_HIGHEST, _HIGHEST_SLOPE = 4, 2
 
 
 def bessel_ratio(kappa: Tensor, dim: int) -> Tensor:
@@ -109,6 +112,14 @@ def reduced_slope(x: Tensor, dim: int) -> Tensor:
     return _Slope.apply(x, _check_dim(dim), 0)  # type: ignore[no-any-return]
 
 
+def reduced_jet(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r""":math:`a(x), a'(x), a''(x)` and :math:`F(x)` for about the price of one of them.
+
+    At zero :math:`a'' = 4 / D^3 (D+2)(D+4)`.
+    """
+    return _Jet.apply(x, _check_dim(dim))  # type: ignore[no-any-return]
+
+
 def inverse_reduced_ratio(y: Tensor, dim: int) -> Tensor:
     r""":math:`\kappa / r` where :math:`A_D(\kappa) = r`, as a smooth function of :math:`y = r^2`.
 
@@ -134,15 +145,18 @@ def _check_dim(dim: int) -> int:
 
 
 def _evaluate(
-    x: Tensor, dim: int, order: int, *, slope: bool = False, log: bool = False
+    x: Tensor, dim: int, order: int, *, slope: int = -1, log: bool = False
 ) -> tuple[list[Tensor], ...]:
-    """Derivatives 0 ... order in x of a, of F (if ``slope``), and the log-normalizer."""
+    """Derivatives 0 ... order in x of a, 0 ... slope <= order of F, and the log-normalizer."""
     dtype = x.dtype
     work = x if dtype in _LOWEST_ORDER else x.float()
+    if order >= 2 and work.dtype == torch.float32:
+        # Every derivative takes an order of digits from what the expansion has left.
+        work = work.double()
     nu = dim / 2 - 1
     target = work.dtype
     steps = max(0, math.ceil(_LOWEST_ORDER[target] - nu))
-    if target == torch.float32 and steps and (order or slope):
+    if target == torch.float32 and steps and (order or slope >= 0):
         # Coming down by n orders multiplies a slope's rounding by (2 nu + 2n + 1) / (2 nu + 1), too
         # much for float32 in few dimensions. The ratio's own error is damped.
         work = work.double()
@@ -153,26 +167,26 @@ def _evaluate(
             log_z = log_z + torch.log1p(work * a[0] / (2 * v))
         a, f = _lower(work, v, a, f)
     if (
-        dim == 1 and slope
+        dim == 1 and slope >= 0
     ):  # 1 - tanh^2 is exponentially small, which no recurrence of algebraic terms keeps
         decay = torch.exp(-work.sqrt())
         f = [(2 * decay / (1 + decay * decay)) ** 2]
-        if order >= 1:  # F' = -F a
+        if slope >= 1:  # F' = -F a
             f.append(-f[0] * a[0])
-        if order >= 2:
+        if slope >= 2:
             f.append(-f[1] * a[0] - f[0] * a[1])
     outputs = (a, f, [log_z])
     return tuple([term.to(dtype) for term in terms] for terms in outputs)
 
 
 def _uniform(
-    x: Tensor, mu: float, target: torch.dtype, order: int, slope: bool, log: bool
+    x: Tensor, mu: float, target: torch.dtype, order: int, slope: int, log: bool
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """a, F and log z at order mu by Debye's expansion, to the rounding of ``target``."""
     u_poly, w_poly, u_slope, u_one = _debye(mu, target)
     q = torch.sqrt(1 + x / mu**2)
     p = 1 / q
-    jets = order + 2 if slope else order + 1  # derivatives of g
+    jets = max(order + 1, slope + 2)  # derivatives of g
     u = [_polynomial(poly, p) for poly in _derivatives(u_poly, jets)]
     w = [_polynomial(poly, p) for poly in _derivatives(w_poly, jets)]
     # Taylor jets of h = p W / U and of 1 / (1 + p).
@@ -185,12 +199,12 @@ def _uniform(
     m = [p * g[0]] + [k * g[k - 1] + p * g[k] for k in range(1, order + 1)]  # of p g(p)
     a = [term / mu for term in _chain(m, c, p)]
     f: list[Tensor] = []
-    if slope:  # of p^2 (p g - (1 - p^2) g')
+    if slope >= 0:  # of p^2 (p g - (1 - p^2) g')
         one_minus = x * p2 / mu**2
         n = [p2 * (p * g[0] - one_minus * g[1])]
-        if order >= 1:
+        if slope >= 1:
             n.append(3 * p2 * g[0] + (5 * p2 - 2) * p * g[1] - p2 * one_minus * g[2])
-        if order >= 2:
+        if slope >= 2:
             n.append(
                 6 * p * g[0]
                 + (18 * p2 - 2) * g[1]
@@ -208,14 +222,19 @@ def _uniform(
 
 
 def _chain(terms: list[Tensor], c: float, p: Tensor) -> list[Tensor]:
-    """Derivatives in x from derivatives in p, where dp/dx = c p^3."""
+    """Derivatives in x from derivatives in p, where dp/dx = c p^3.
+
+    d^n/dx^n = c^n p^(2n) sum_k t(n, k) p^k d^k/dp^k, t(n+1, k) = (2n + k) t(n, k) + t(n, k-1).
+    """
     results = [terms[0]]
-    if len(terms) > 1:
-        results.append(c * p**3 * terms[1])
-    if len(terms) > 2:
-        results.append(c**2 * p**5 * (3 * terms[1] + p * terms[2]))
-    if len(terms) > 3:
-        results.append(c**3 * p**7 * (15 * terms[1] + 9 * p * terms[2] + p * p * terms[3]))
+    weights = [1]  # t(n, k) for k = 1 ... n; t(1, 1) = 1
+    for n in range(1, len(terms)):
+        total = weights[-1] * terms[n]
+        for k in range(n - 1, 0, -1):
+            total = weights[k - 1] * terms[k] + p * total
+        results.append(c**n * p ** (2 * n + 1) * total)
+        lifted = [(2 * n + k) * weight for k, weight in enumerate(weights, 1)] + [0]
+        weights = [a + b for a, b in zip(lifted, [0, *weights], strict=True)]
     return results
 
 
@@ -225,12 +244,19 @@ def _lower(
     """From order v to order v - 1: a -> 1 / (2v + x a), F -> (2v - x F) / (2v + x a)^2."""
     order = len(a) - 1
     den = [2 * v + x * a[0]] + [k * a[k - 1] + x * a[k] for k in range(1, order + 1)]
-    unit = [torch.ones_like(x)] + [torch.zeros_like(x)] * order
+    inverse = [1 / den[0]]
+    for k in range(1, order + 1):  # Leibniz' rule for inverse * den = 1
+        total = inverse[0] * den[k]
+        for j in range(1, k):
+            total = total + math.comb(k, j) * inverse[j] * den[k - j]
+        inverse.append(-inverse[0] * total)
     lowered: list[Tensor] = []
-    if f:
+    if len(f) == 1:
+        lowered = [(2 * v - x * f[0]) * inverse[0] ** 2]
+    elif f:
         n = [2 * v - x * f[0]] + [-k * f[k - 1] - x * f[k] for k in range(1, len(f))]
         lowered = _quotient(_quotient(n, den), den)
-    return _quotient(unit, den), lowered
+    return inverse, lowered
 
 
 def _quotient(numerator: list[Tensor], denominator: list[Tensor]) -> list[Tensor]:
@@ -332,12 +358,12 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: int) -> Tensor:
-        if order > 3:
-            raise NotImplementedError("derivatives of the Bessel ratio exist to the third order")
+        if order > _HIGHEST:
+            raise NotImplementedError("derivatives of the Bessel ratio exist to the fourth order")
         ctx.dim, ctx.order = dim, order
         # An implicit layer calls backward in every iteration of its adjoint: the derivative is
         # computed here, once, unless it is to be differentiated itself.
-        ahead = order + 1 if ctx.needs_input_grad[0] and order < 3 else order
+        ahead = order + 1 if ctx.needs_input_grad[0] and order < _HIGHEST else order
         terms = _evaluate(x, dim, ahead)[0]
         ctx.save_for_backward(x, terms[ahead])
         return terms[order]
@@ -345,7 +371,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, slope = ctx.saved_tensors
-        if torch.is_grad_enabled() or ctx.order == 3:
+        if torch.is_grad_enabled() or ctx.order == _HIGHEST:
             slope = _Reduced.apply(x, ctx.dim, ctx.order + 1)
         return grad * slope, None, None
 
@@ -355,16 +381,44 @@ class _Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: int) -> Tensor:
-        if order > 2:
+        if order > _HIGHEST_SLOPE:
             raise NotImplementedError("derivatives of the Bessel slope exist to the second order")
         ctx.dim, ctx.order = dim, order
-        ctx.save_for_backward(x)
-        return _evaluate(x, dim, order, slope=True)[1][order]
+        ahead = order + 1 if ctx.needs_input_grad[0] and order < _HIGHEST_SLOPE else order
+        terms = _evaluate(x, dim, ahead, slope=ahead)[1]
+        ctx.save_for_backward(x, terms[ahead])
+        return terms[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return grad * _Slope.apply(x, ctx.dim, ctx.order + 1), None, None
+        x, slope = ctx.saved_tensors
+        if torch.is_grad_enabled() or ctx.order == _HIGHEST_SLOPE:
+            slope = _Slope.apply(x, ctx.dim, ctx.order + 1)
+        return grad * slope, None, None
+
+
+class _Jet(torch.autograd.Function):
+    """a, a', a'' and F."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.dim = dim
+        ahead = int(ctx.needs_input_grad[0])  # as in _Reduced
+        a, f, _ = _evaluate(x, dim, 2 + ahead, slope=ahead)
+        ctx.save_for_backward(x, a[1], a[2], a[-1], f[-1])
+        return a[0], a[1], a[2], f[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, *slopes = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # The saved a' and a'' are outputs, with a graph; the other two have none yet.
+            slopes[2] = _Reduced.apply(x, ctx.dim, 3)
+            slopes[3] = _Slope.apply(x, ctx.dim, 1)
+        total = grads[0] * slopes[0]
+        for grad, slope in zip(grads[1:], slopes[1:], strict=True):
+            total = total + grad * slope
+        return total, None
 
 
 class _LogNormalizerSquared(torch.autograd.Function):
@@ -439,7 +493,7 @@ def _solve_inverse(y: Tensor, dim: int) -> Tensor:
     c = (dim - y) / (1 - y) if dim > 1 else torch.atanh(r) / r
     for _ in range(8):
         x = y * c * c
-        (a,), (slope,), _ = _evaluate(x, dim, 0, slope=True)
+        (a,), (slope,), _ = _evaluate(x, dim, 0, slope=0)
         step = (1 - c * a) / slope  # (r - A) / (r A')
         c = torch.maximum(c + step, c / 4)
     inside = (y >= 0) & (y < 1)

@@ -117,7 +117,8 @@ class Equilibrium(abc.ABC):
         system: the system that was solved.
         solution: the evidence: residual, iterations and converged, one entry per system.
         broken: systems that were given with NaN or infinity (...) bool, or None.
-        tracks_gradients: whether gradients were enabled when the system was solved.
+        tracks_gradients: whether gradients were enabled when the system was solved, and asked for
+            by one of its tensors.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class Equilibrium(abc.ABC):
     ) -> None:
         self.system = system
         self.broken = broken
-        self.tracks_gradients = torch.is_grad_enabled()
+        given = (system.field, system.beta, solution.value, *system.couplings.tensors())
+        self.tracks_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         self._remembered: dict[str, Tensor] = {}
         self._inside = 0  # how many quantities are being computed
         self.solution = solution

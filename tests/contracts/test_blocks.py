@@ -51,6 +51,17 @@ FACTORIES: dict[str, Factory] = {
     "mean-field-symmetric": free_energy(couplings="symmetric", beta=0.5),
     "mean-field-tied": free_energy(couplings="symmetric", heads="mixed", beta=0.3),
     "steepest-descent": free_energy(approximation="steepest_descent", couplings="symmetric"),
+    "steepest-descent-total": free_energy(
+        approximation="steepest_descent", couplings="symmetric", derivative="total"
+    ),
+    "mean-field-total": free_energy(couplings="symmetric", derivative="total", beta=0.5),
+    "mean-field-mixed-total": free_energy(
+        couplings="symmetric", heads="mixed", derivative="total", dim_feedforward=6, beta=0.3
+    ),
+    "tap": free_energy(approximation="tap", couplings="symmetric", beta=0.5),
+    "adaptive-tap-total": free_energy(
+        approximation="adaptive_tap", couplings="symmetric", derivative="total", beta=0.5
+    ),
     "steepest-descent-shared": free_energy(
         approximation="steepest_descent", couplings="symmetric", auxiliary="shared", stream="field"
     ),
@@ -64,6 +75,9 @@ SMOOTH = (
     "mean-field-written-out",
     "mean-field-mixed",
     "steepest-descent",
+    "steepest-descent-total",
+    "mean-field-total",
+    "adaptive-tap-total",
     "steepest-descent-shared",
 )
 
@@ -71,7 +85,12 @@ SMOOTH = (
 SYMMETRIC = (
     "mean-field-symmetric",
     "mean-field-tied",
+    "mean-field-total",
+    "mean-field-mixed-total",
+    "tap",
+    "adaptive-tap-total",
     "steepest-descent",
+    "steepest-descent-total",
     "steepest-descent-shared",
 )
 

@@ -21,6 +21,7 @@ from spinformer.equilibrium.bethe import Bethe
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.mean_field import MeanField
 from spinformer.equilibrium.steepest_descent import SteepestDescent
+from spinformer.equilibrium.tap import TAP
 from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import Equilibrium
@@ -31,7 +32,7 @@ class Case:
     """A solver with a site law, and the couplings that it can solve."""
 
     name: str
-    solver: MeanField | AdaptiveTAP | Bethe | SteepestDescent | Exact
+    solver: MeanField | TAP | AdaptiveTAP | Bethe | SteepestDescent | Exact
     site: SiteLaw
     num_spins: int = 3
     strength: float = 0.4
@@ -58,6 +59,7 @@ class Case:
 
 # Residuals of 1e-13 leave finite differences of first derivatives (step 1e-2 here) exact to 1e-11.
 MEAN_FIELD = MeanField(tolerance=1e-13)
+REACTION = TAP(solver="anderson", tolerance=1e-13)
 ADAPTIVE = AdaptiveTAP(tolerance=1e-13)
 BETHE = Bethe(tolerance=1e-14)
 CASES = [
@@ -66,6 +68,11 @@ CASES = [
     Case("mean field, large D", MEAN_FIELD, LargeDSphere(3, radius=1.2)),
     Case("mean field, Gaussian", MEAN_FIELD, Gaussian(2, 0.6), strength=0.3),
     Case("mean field, no field", MEAN_FIELD, Sphere(3), strength=0.2, in_field=False),
+    Case("TAP, Ising", REACTION, Ising()),
+    Case("TAP, sphere", REACTION, Sphere(3)),
+    Case("TAP, large D", REACTION, LargeDSphere(3, radius=1.2)),
+    Case("TAP, Gaussian", REACTION, Gaussian(2, 0.6), strength=0.3),
+    Case("TAP, no field", REACTION, Sphere(3), strength=0.2, in_field=False),
     Case("adaptive TAP, Ising", ADAPTIVE, Ising()),
     Case("adaptive TAP, sphere", ADAPTIVE, Sphere(3)),
     Case("adaptive TAP, large D", ADAPTIVE, LargeDSphere(3, radius=1.2)),

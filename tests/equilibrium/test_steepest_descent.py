@@ -400,14 +400,15 @@ def test_closed_form_gradient_is_the_general_one(auxiliary, batched, generator):
     torch.testing.assert_close(symmetric, symmetric.mT)
 
 
-@pytest.mark.parametrize("kind", ["zero", "uniform", "identical blocks"])
+@pytest.mark.parametrize("kind", ["zero", "uniform", "ring", "identical blocks"])
 @pytest.mark.parametrize("auxiliary", AUXILIARY)
 def test_degenerate_couplings_have_finite_and_right_gradients(auxiliary, kind, generator):
     """Nothing is divided by differences of eigenvalues."""
     ones = torch.ones(4, 4, dtype=F64)
     j = {
         "zero": torch.zeros(4, 4, dtype=F64),
-        "uniform": ones / 4,
+        "uniform": ones / 4,  # Curie-Weiss
+        "ring": sf.couplings.ring(4, dtype=F64).to_dense(),
         "identical blocks": torch.block_diag(ones[:2, :2], ones[:2, :2]),
     }[kind]
     j = (j - torch.diag(j.diagonal())).requires_grad_()
@@ -567,6 +568,8 @@ def test_eigenvectors_are_kept_for_the_same_matrix_only(generator):
     kept = method._spectrum.of(matrix, F64)[1]
     assert torch.equal(solve(couplings), first)
     assert method._spectrum.of(matrix, F64)[1] is kept
+    # Another tensor with the same entries, as a module assembles it in every forward pass.
+    assert method._spectrum.of(matrix.clone(), F64)[1] is kept
     # In place: the same tensor with other values.
     matrix.mul_(2)
     changed = solve(couplings)

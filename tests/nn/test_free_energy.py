@@ -37,6 +37,16 @@ VARIANTS = {
         sf.MeanField(tolerance=1e-12),
         sf.LargeDSphere(D // H),
     ),
+    "tap": (
+        {"couplings": "symmetric", "approximation": "tap"},
+        sf.TAP(tolerance=1e-12),
+        sf.Sphere(D // H),
+    ),
+    "adaptive tap": (
+        {"couplings": "symmetric", "approximation": "adaptive_tap", "response": "large_d"},
+        sf.AdaptiveTAP(tolerance=1e-12),
+        sf.LargeDSphere(D // H),
+    ),
     "steepest descent": (
         {"couplings": "symmetric", "approximation": "steepest_descent"},
         sf.SteepestDescent(),
@@ -343,6 +353,12 @@ def test_a_sequence_with_nan_keeps_it(x):
             {"approximation": "steepest_descent", "couplings": "symmetric", "initial": "learned"},
             "initial=None",
         ),
+        ({"approximation": "tap"}, "'tap' needs a free energy.*couplings='symmetric'"),
+        (
+            {"approximation": "adaptive_tap", "couplings": "symmetric", "heads": "mixed"},
+            "'adaptive_tap' has no heads option.*heads='split'",
+        ),
+        ({"approximation": "tap", "couplings": "symmetric", "steps": 1}, "steps=None"),
         ({"couplings": "fixed"}, "num_spins"),
         ({"num_spins": 4}, "num_spins=4"),
         ({"steps": 0}, "steps=0"),

@@ -97,6 +97,38 @@ def test_nan_stays_in_its_row_of_the_gradient(solver):
     torch.testing.assert_close(grad, alone, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_given_linearization_replaces_autograd(solver, inputs):
+    """The same derivatives, with one call for the adjoint and no other product with J^T."""
+    calls = []
+
+    def linearize(m, h, j):
+        calls.append("made")
+        new = coupled(m, h, j)
+        slope = (1 - new**2).detach()
+
+        def transposed(u):
+            calls.append("applied")
+            return j.detach().mT @ (slope * u)
+
+        return new, transposed
+
+    def solve(linearize):
+        def function(h, j):
+            options = FixedPoint(solver, tolerance=1e-12)
+            return options.solve(coupled, torch.zeros_like(h), (h, j), linearize=linearize).value
+
+        return function
+
+    assert gradcheck(solve(linearize), inputs)
+    assert gradgradcheck(solve(linearize), inputs)
+    calls.clear()
+    given = torch.autograd.grad(solve(linearize)(*inputs).sin().sum(), inputs)
+    assert calls.count("made") == 1 and calls.count("applied") >= 2
+    expected = torch.autograd.grad(solve(None)(*inputs).sin().sum(), inputs)
+    torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_two_cycle_is_not_convergence():
     j = torch.tensor([[0.0, -2.0], [-2.0, 0.0]], dtype=F64)
     start = torch.tensor([[0.5], [0.4999]], dtype=F64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -54,6 +55,23 @@ def test_mean_and_covariance_are_derivatives(site: SiteLaw, generator: torch.Gen
     covariance = torch.stack(rows, dim=1)
     scale = site.scale**2
     torch.testing.assert_close(covariance, site.covariance(b), rtol=1e-11, atol=1e-13 * scale)
+
+
+def test_jet_of_the_sphere(generator: torch.Generator) -> None:
+    """tau, rho and w are those of mean and covariance; w' is the slope of w in |b|^2."""
+    for site in (Sphere(2), Sphere(3, radius=1.0), Sphere(64, radius="large_d")):
+        b = fields(site, generator)
+        square = b.square().sum(-1)
+        tau, rho, w, slope = site.jet(b)
+        close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=0)
+        close(tau[:, None] * b, site.mean(b))
+        close(torch.stack((tau, rho)), torch.stack(site.response(b)))
+        eye = torch.eye(site.dim, dtype=b.dtype)
+        outer = w[:, None, None] * b[:, :, None] * b[:, None, :]
+        close(tau[:, None, None] * eye + outer, site.covariance(b))
+        shifted = [site.jet(b * (1 + e))[2] for e in (1e-4, -1e-4)]
+        change = (shifted[0] - shifted[1]) / 4e-4  # s dw/ds, error 1e-8 relative
+        close(slope * square, change, rtol=1e-6, atol=1e-10 * float(w.abs().max()))
 
 
 @laws

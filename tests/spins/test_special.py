@@ -16,6 +16,7 @@ from spinformer.spins.special import (
     inverse_reduced_ratio,
     log_normalizer,
     log_normalizer_squared,
+    reduced_jet,
     reduced_ratio,
     reduced_slope,
 )
@@ -99,6 +100,60 @@ def test_second_derivative_against_mpmath() -> None:
             assert relative(slope.detach(), expected["slope"]) < 2e-12
             # A'' changes sign nowhere; the tolerance is that of A' times the terms it adds up from.
             assert relative(curvature, expected["curvature"]) < 2e-11, (dim, value)
+
+
+def reduced_derivatives(dim: int, x: float) -> list[mpmath.mpf]:
+    """a and four derivatives, from the series about x of Riccati's 2 x a' = 1 - x a^2 - D a."""
+    # Each coefficient is a difference of terms that are as large as 1 / x times it.
+    with mpmath.workdps(200):
+        point, nu = mpmath.mpf(x), mpmath.mpf(dim) / 2 - 1
+        root = mpmath.sqrt(point)
+        c = [mpmath.besseli(nu + 1, root) / mpmath.besseli(nu, root) / root]
+        for k in range(4):
+            square = [sum(c[i] * c[j - i] for i in range(j + 1)) for j in range(k + 1)]
+            right = (k == 0) - point * square[k] - (square[k - 1] if k else 0) - dim * c[k]
+            c.append((right - 2 * k * c[k]) / (2 * point * (k + 1)))
+        return [mpmath.factorial(k) * value for k, value in enumerate(c)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_jet_and_its_derivatives_against_mpmath(dtype: torch.dtype) -> None:
+    """a, a', a'' and F of the jet; two more derivatives of a from it by autograd."""
+    # A derivative loses digits to the expansion's truncation, most for D near 50 at weak fields.
+    losses = [1.0, 1.0, 1.0, 100.0, 5e3]
+    for dim in (2, 3, 14, 49, 50, 64, 512):
+        for value in (1e-4, 0.3, dim / 3, float(dim), 40.0 * dim):
+            x = torch.tensor(value**2, dtype=dtype, requires_grad=True)
+            a, first, second, slope = reduced_jet(x, dim)
+            (third,) = torch.autograd.grad(second, x, create_graph=True)
+            (fourth,) = torch.autograd.grad(third, x)
+            expected = reduced_derivatives(dim, float(x.detach()))
+            found = (a, first, second, third, fourth)
+            for order, (one, two) in enumerate(zip(found, expected, strict=True)):
+                if dtype == torch.float32 and abs(two) < 1e-37:  # no number of full precision
+                    continue
+                # In float32 all is computed in float64 and rounded.
+                limit = 2e-12 * losses[order] if dtype == torch.float64 else 2e-7
+                assert relative(one.detach(), two) < limit, (dim, value, order)
+            exact = reduced_slope(x.detach(), dim)
+            torch.testing.assert_close(slope.detach(), exact, rtol=TOLERANCE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 64])
+def test_derivatives_of_the_jet(dim: int) -> None:
+    """Every order that is asked of it, at zero field too; beyond the last it says so."""
+    x = torch.tensor([0.01, 0.3, 5.0, 60.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: reduced_jet(x, dim), x)
+    assert torch.autograd.gradgradcheck(lambda x: reduced_jet(x, dim), x)
+    zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    a, first, second, slope = reduced_jet(zero, dim)
+    expected = (1 / dim, -1 / (dim**2 * (dim + 2)), 4 / (dim**3 * (dim + 2) * (dim + 4)), 1 / dim)
+    for one, two in zip((a, first, second, slope), expected, strict=True):
+        assert float(one.detach()) == pytest.approx(two, rel=1e-12)
+    (third,) = torch.autograd.grad(second, zero, create_graph=True)
+    (fourth,) = torch.autograd.grad(third, zero, create_graph=True)
+    with pytest.raises(NotImplementedError, match="fourth order"):
+        torch.autograd.grad(fourth, zero, create_graph=True)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@ r"""Kinds that keep every entry: :class:`Dense` and :class:`MatrixValued`."""
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spinformer.errors import strict_options
@@ -16,7 +18,30 @@ from spinformer.spins.couplings.entries import clear, flatten_blocks, is_symmetr
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dense", "MatrixValued"]
+__all__ = ["Dense", "MatrixValued", "block_matrix_product"]
+
+
+def block_matrix_product(matrix: Tensor, state: Tensor) -> Tensor:
+    """A matrix ``(..., N D, N D)`` times the components of a state ``(..., N, D)``.
+
+    Leading axes broadcast. The systems that share a matrix are the rows of one product with it:
+    broadcast as they stand, the matrix would be read, or even copied, once a system.
+    """
+    batch, rows = matrix.shape[:-2], matrix.shape[-1]
+    shape = torch.broadcast_shapes(state.shape[:-2], batch)
+    components = state.flatten(-2)
+    if math.prod(batch) == 1:
+        force = F.linear(components, matrix.reshape(rows, rows))
+        return force.reshape(*shape, *state.shape[-2:])
+    while batch[0] == 1:
+        matrix, batch = matrix.squeeze(0), batch[1:]
+    shared = components.ndim - 1 - len(batch)
+    if shared > 0:
+        systems = components.flatten(0, shared - 1).movedim(0, -2)
+        force = (systems @ matrix.mT).movedim(-2, 0)
+    else:
+        force = (matrix @ components.unsqueeze(-1)).squeeze(-1)
+    return force.reshape(*shape, *state.shape[-2:])
 
 
 class _Stored(Couplings):
@@ -67,6 +92,10 @@ class _Stored(Couplings):
 
     def with_tensors(self, *tensors: Tensor) -> Self:
         (matrix,) = tensors
+        if matrix is self._matrix:
+            # Nothing to remove again: a solve comes here in every iteration, and a copy would cost
+            # as much as the product.
+            return self
         return self._remade(matrix, self._absent, self._known_symmetric)
 
     def transpose(self) -> Self:
@@ -170,9 +199,7 @@ class MatrixValued(_Stored):
     def apply(self, state: Tensor) -> Tensor:
         """``J S``, one product with the ``N D`` components of the state."""
         self._check_state(state)
-        components = clear(state, self._absent).flatten(-2, -1)
-        force = self._matrix @ components.unsqueeze(-1)
-        return force.reshape(*force.shape[:-2], self._num_spins, self._components)
+        return block_matrix_product(self._matrix, clear(state, self._absent))
 
     def to_dense(self) -> Tensor:
         """``(..., N, N, D, D)``, a view."""

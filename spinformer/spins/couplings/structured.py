@@ -207,6 +207,27 @@ class LowRank(Couplings):
         absent = absent if self._absent is None else self._absent | absent
         return self._remade(self._left, self._right, self._weights, absent, self._known_symmetric)
 
+    def quadratic_form(self) -> tuple[Tensor, Tensor]:
+        r"""G (..., N, q) and a symmetric M (..., q, q) of the symmetric part of J.
+
+        :math:`(J + J^\top)/2 = G M G^\top` minus its diagonal. q is r, or 2r where ``right`` was
+        given; of :meth:`symmetrize` no more.
+        """
+        weights = self._left.new_ones(self.rank) if self._weights is None else self._weights
+        if self._right is None:
+            return self._left, torch.diag_embed(weights)
+        left, right = torch.broadcast_tensors(self._left, self._right)
+        if self._known_symmetric:
+            # [A, B] and [B, A], with two equal halves of weights.
+            half = self.rank // 2
+            factor = (left + right.roll(half, -1)) / 2
+            weights = (weights[..., :half] + weights[..., half:]) / 2
+        else:
+            factor, weights = torch.cat([left, right], -1), weights / 2
+        block = torch.diag_embed(weights)
+        none = torch.zeros_like(block)
+        return factor, torch.cat([torch.cat([none, block], -1), torch.cat([block, none], -1)], -2)
+
     def _details(self) -> list[str]:
         return [f"rank={self.rank}"]
 

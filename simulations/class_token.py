@@ -1,0 +1,351 @@
+"""An image classifier around one implicit block, whose couplings are drawn while it trains.
+
+Convolutional features of an image are the fields on a grid of sites; a learned class token is the
+field on one more. The block is solved to its fixed point, and the class is read off the class
+token's magnetization. See ``docs/studies/class_token.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import spinformer
+from simulations.data import Dataset, Examples, describe, load_digits, load_fashion
+from simulations.models import count_parameters
+from simulations.runs import write_json
+from simulations.training import (
+    Budget,
+    evaluation_batches,
+    generator_for,
+    learning_rate_factor,
+    make_optimizer,
+    training_batches,
+)
+from spinformer.nn import BlockReport, FreeEnergyBlock
+from spinformer.nn.masks import Masks
+from spinformer.nn.matrix_valued import MatrixCouplings
+
+TASKS = ("digits", "fashion")
+TITLES = {"digits": "digits (MNIST)", "fashion": "clothes (Fashion-MNIST)"}
+GRID = 4
+SITES = GRID * GRID + 1  # the class token stands last
+CHANNELS, DIM = 24, 16
+
+# The rows of the table in the docs that are layers. The widths give equal parameter counts.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "matrix": {"couplings": "matrix", "symmetric_within": True},
+    "matrix_mlp": {"couplings": "matrix", "symmetric_within": True, "correction": "mlp"},
+    "mixer_mlp": {"couplings": "mixer", "dim_mixer": 528, "correction": "mlp"},
+}
+
+MAX_ITERATIONS = 30
+
+# When the couplings are looked at, as shares of the training steps.
+MOMENTS = (0.0, 0.1, 0.3, 1.0)
+
+# Adam moves every entry of J by the learning rate, 1/15 of its size at first. At four times this
+# rate the couplings pass, in some ten steps, the strength at which spins order by themselves.
+BUDGET = Budget(steps=600, batch_size=64, learning_rate=1e-3, evaluations=12, shift=1)
+QUICK_BUDGET = Budget(steps=30, batch_size=32, learning_rate=2e-3, evaluations=3, shift=1)
+
+# One stream of random numbers for each purpose; training_batches has its own.
+_INIT, _BLOCK = 100, 101
+
+
+class ClassTokenClassifier(nn.Module):
+    """Convolutions -> a grid of fields and a class token -> one implicit block -> labels.
+
+    Args:
+        variant: name in :data:`VARIANTS`.
+        classes: number of labels.
+    """
+
+    def __init__(self, variant: str, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, CHANNELS, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),  # 14 x 14
+            nn.Conv2d(CHANNELS, CHANNELS, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(3),  # 4 x 4
+        )
+        self.field = nn.Linear(CHANNELS, DIM)
+        # Fields of the length of the spins: in much weaker ones spins order by themselves.
+        self.norm = nn.LayerNorm(DIM)
+        self.class_token = nn.Parameter(torch.randn(DIM))
+        # A batch waits for its slowest image. Where training drives the couplings to the strength
+        # at which spins order, that one would take hundreds of evaluations: its last iterate does.
+        self.block = FreeEnergyBlock(
+            DIM,
+            1,
+            num_spins=SITES,
+            max_iterations=MAX_ITERATIONS,
+            on_failure="ignore",
+            **VARIANTS[variant],
+        )
+        self.head = nn.Linear(DIM, classes)
+
+    def fields(self, images: Tensor) -> Tensor:
+        """Images (B, 28, 28) to the fields (B, 17, 16), the grid row by row and the class token."""
+        grid = self.features(images.unsqueeze(1)).flatten(2).mT
+        grid = self.norm(self.field(grid))
+        return torch.cat([grid, self.class_token.expand(len(images), 1, -1)], dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes)."""
+        return self.head(self.block(self.fields(images))[:, -1])
+
+    def trace(self, images: Tensor) -> tuple[Tensor, BlockReport]:
+        """Logits, and what the block did."""
+        m, report = self.block(self.fields(images), return_report=True)
+        return self.head(m[:, -1]), report
+
+    def bonds(self) -> list[list[float]] | None:
+        """|J_ij| (Frobenius) between all sites; None for a block without couplings."""
+        couplings = self.block.self_attn
+        if not isinstance(couplings, MatrixCouplings):
+            return None
+        with torch.no_grad():
+            return couplings(torch.empty(1, SITES, DIM), Masks()).norms()[0].tolist()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run and all that decides its outcome."""
+
+    task: str
+    variant: str
+    seed: int
+    budget: Budget
+
+
+def evaluate(model: ClassTokenClassifier, dataset: Dataset, side: Examples) -> dict[str, Any]:
+    """Loss (nats), accuracy, and how the solves went, over one side of the split."""
+    loss, hits = 0.0, 0
+    iterations: list[Tensor] = []
+    residuals: list[Tensor] = []
+    converged: list[Tensor] = []
+    model.eval()
+    with torch.no_grad():
+        for batch in evaluation_batches(dataset, side):
+            logits, report = model.trace(batch.inputs)
+            loss += float(F.cross_entropy(logits, batch.labels, reduction="sum"))
+            hits += int((logits.argmax(dim=-1) == batch.labels).sum())
+            assert report.iterations is not None
+            assert report.residual is not None
+            assert report.converged is not None
+            iterations.append(report.iterations)
+            residuals.append(report.residual)
+            converged.append(report.converged)
+    return {
+        "loss": loss / len(side),
+        "accuracy": hits / len(side),
+        "iterations_mean": float(torch.cat(iterations).double().mean()),
+        "residual_worst": float(torch.cat(residuals).max()),
+        "converged": float(torch.cat(converged).double().mean()),
+    }
+
+
+def train(run: Run, dataset: Dataset) -> dict[str, Any]:
+    """Train one classifier; its last state is tested once.
+
+    The same seed gives every variant the same batches and shifts.
+    """
+    torch.set_num_threads(1)
+    budget = run.budget
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator_for(run.seed, _INIT).initial_seed())
+        model = ClassTokenClassifier(run.variant, dataset.classes)
+    optimizer = make_optimizer(model, budget)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, budget.steps, budget.warmup)
+    )
+    batches = training_batches(dataset, budget, run.seed)
+    evaluate_at = {
+        round(budget.steps * (i + 1) / budget.evaluations) for i in range(budget.evaluations)
+    }
+    look_at = {round(share * budget.steps) for share in MOMENTS}
+    curve: list[dict[str, float]] = []
+    moments = [{"step": 0, "bonds": model.bonds()}]
+    durations: list[float] = []
+    running, since = 0.0, 0
+    for step in range(1, budget.steps + 1):
+        batch = next(batches)
+        model.train()
+        start = time.process_time()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.inputs), batch.labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
+        optimizer.step()
+        schedule.step()
+        durations.append(time.process_time() - start)
+        running, since = running + float(loss.detach()), since + 1
+        if step in evaluate_at:
+            found = evaluate(model, dataset, dataset.validation)
+            curve.append(
+                {
+                    "step": step,
+                    "train_loss": running / since,
+                    "validation_loss": found["loss"],
+                    "validation_accuracy": found["accuracy"],
+                    "iterations": found["iterations_mean"],
+                }
+            )
+            running, since = 0.0, 0
+        if step in look_at:
+            moments.append({"step": step, "bonds": model.bonds()})
+    return {
+        **asdict(run),
+        "parameters": count_parameters(model),
+        "curve": curve,
+        "moments": moments if model.bonds() is not None else None,
+        "test": evaluate(model, dataset, dataset.test),
+        "ms_per_step": 1e3 * statistics.median(durations),
+    }
+
+
+def train_all(
+    runs: Sequence[Run], datasets: dict[str, Dataset], workers: int
+) -> Iterator[dict[str, Any]]:
+    """Records of the runs in their order, ``workers`` at a time; 0 trains in this process."""
+    sets = [datasets[run.task] for run in runs]
+    if workers == 0:
+        yield from map(train, runs, sets)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(runs)), mp_context=context) as pool:
+        yield from pool.map(train, runs, sets)
+
+
+class ClassToken:
+    """The study ``class_token``."""
+
+    name = "class_token"
+    description = "an image classifier around one implicit block; its couplings drawn as it trains"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options of the study."""
+        parser.add_argument(
+            "--task", choices=(*TASKS, "all"), default="all", help="default: %(default)s"
+        )
+        parser.add_argument(
+            "--variants",
+            nargs="+",
+            choices=tuple(VARIANTS),
+            default=list(VARIANTS),
+            metavar="VARIANT",
+            help=f"any of {', '.join(VARIANTS)} (default: all)",
+        )
+        parser.add_argument(
+            "--seeds", type=int, metavar="N", help="seeds S, S+1, ... (default: 2, --quick 1)"
+        )
+        parser.add_argument(
+            "--jobs",
+            type=int,
+            default=os.cpu_count() or 1,
+            metavar="N",
+            help="runs at a time, each with one thread (default: %(default)s, the cores; "
+            "0: in this process)",
+        )
+        parser.add_argument(
+            "--digits", type=Path, metavar="CSV", help="own images: 784 pixels and a label a line"
+        )
+        parser.add_argument(
+            "--fashion", type=Path, metavar="DIR", help="folder of Fashion-MNIST's four .gz files"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Train every variant, then write ``results.json`` and the figures."""
+        started = time.monotonic()
+        tasks = TASKS if args.task == "all" else (args.task,)
+        budget = QUICK_BUDGET if args.quick else BUDGET
+        seeds = args.seeds if args.seeds is not None else (1 if args.quick else 2)
+        datasets: dict[str, Dataset] = {}
+        if "digits" in tasks:
+            datasets["digits"] = load_digits(args.digits)
+        if "fashion" in tasks:
+            datasets["fashion"] = load_fashion(
+                args.fashion, *((1_200, 500) if args.quick else (12_000, 10_000))
+            )
+        for dataset in datasets.values():
+            print(*describe(dataset), sep="\n")
+        runs = [
+            Run(task, variant, args.seed + i, budget)
+            for task in tasks
+            for variant in dict.fromkeys(args.variants)
+            for i in range(seeds)
+        ]
+        records: list[dict[str, Any]] = []
+        with tqdm(total=len(runs), unit="run") as bar:
+            for record in train_all(runs, datasets, args.jobs):
+                records.append(record)
+                bar.update()
+                bar.write(
+                    f"{record['task']} {record['variant']} seed {record['seed']}: "
+                    f"{record['parameters']:,} parameters, "
+                    f"{100 * record['test']['accuracy']:.2f} % test accuracy, "
+                    f"{record['ms_per_step']:.0f} ms a step"
+                )
+        results = {
+            "study": self.name,
+            "versions": {"spinformer": spinformer.__version__, "torch": torch.__version__},
+            "tasks": {
+                task: {
+                    "title": TITLES[task],
+                    "examples": {
+                        "train": len(dataset.train),
+                        "validation": len(dataset.validation),
+                        "test": len(dataset.test),
+                    },
+                    "sources": dataset.sources,
+                }
+                for task, dataset in datasets.items()
+            },
+            "grid": GRID,
+            "runs": records,
+        }
+        write_json(args.out / "results.json", results)
+        print(*table(records), sep="\n")
+        # The figures' library is loaded by those who draw: workers import this module too.
+        drawn = importlib.import_module("simulations.class_token_plots").draw(results, args.out)
+        print("figures:", ", ".join(str(path) for path in drawn))
+        print(f"results: {args.out / 'results.json'} ({time.monotonic() - started:.0f} s)")
+        return 0
+
+
+def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each task and variant: mean over seeds, and the extremes."""
+    yield (
+        f"{'task':8} {'variant':11} {'parameters':>10} {'test accuracy [%]':>22} "
+        f"{'iterations':>10} {'converged':>9} {'ms/step':>7}"
+    )
+    for task, variant in dict.fromkeys((r["task"], r["variant"]) for r in records):
+        group = [r for r in records if (r["task"], r["variant"]) == (task, variant)]
+        accuracy = [100 * r["test"]["accuracy"] for r in group]
+        spread = f"{statistics.fmean(accuracy):.2f} ({min(accuracy):.2f} to {max(accuracy):.2f})"
+        yield (
+            f"{task:8} {variant:11} {group[0]['parameters']:>10,} {spread:>22} "
+            f"{statistics.fmean(r['test']['iterations_mean'] for r in group):>10.1f} "
+            f"{statistics.fmean(r['test']['converged'] for r in group):>9.1%} "
+            f"{statistics.median(r['ms_per_step'] for r in group):>7.1f}"
+        )
+
+
+STUDY = ClassToken()
