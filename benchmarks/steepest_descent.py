@@ -71,17 +71,18 @@ def calls(sites: int) -> dict[str, Callable[[], object]]:
         found[f"{auxiliary}, forward"] = forward
         found[f"{auxiliary}, forward + backward"] = both
     found["eigh of the couplings"] = lambda: torch.linalg.eigh(eigen)
-    block = FreeEnergyBlock(
-        DIM, 1, "steepest_descent", "fixed", num_spins=sites, auxiliary="shared"
+    evaluated, trained = (
+        FreeEnergyBlock(DIM, 1, "steepest_descent", "fixed", num_spins=sites, auxiliary="shared")
+        for _ in range(2)
     )
 
     def evaluate() -> object:
         with torch.no_grad():
-            return block(field)
+            return evaluated(field)
 
     def train() -> object:
-        parameters = list(block.self_attn.parameters())
-        gradients = torch.autograd.grad(block(field), parameters, cotangent)
+        parameters = list(trained.self_attn.parameters())
+        gradients = torch.autograd.grad(trained(field), parameters, cotangent)
         with torch.no_grad():
             parameters[0].mul_(1.0001)
         return gradients

@@ -29,10 +29,11 @@ class Study(Protocol):
 # By module name, so that one study's needs (figures, data) are not loaded for another, nor in the
 # worker processes, which import this package too.
 STUDIES: dict[str, str] = {
+    "compare": "simulations.compare",
+    "accuracy": "simulations.accuracy",
+    "total_derivative": "simulations.total_derivative",
     "boltzmann": "simulations.boltzmann",
     "class_token": "simulations.class_token",
-    "compare": "simulations.compare",
-    "total_derivative": "simulations.total_derivative",
 }
 
 

@@ -3,7 +3,14 @@
 from spinformer.equilibrium.adaptive_tap import AdaptiveTAP, AdaptiveTAPEquilibrium
 from spinformer.equilibrium.bethe import Bethe, BetheEquilibrium
 from spinformer.equilibrium.exact import Exact
-from spinformer.equilibrium.field_density import FieldDensity
+from spinformer.equilibrium.field_density import FieldDensity, LogNormalizer
+from spinformer.equilibrium.inverse import (
+    fit_fields,
+    fit_moments,
+    mean_field_inversion,
+    pair_inversion,
+    tap_inversion,
+)
 from spinformer.equilibrium.mean_field import MeanField, MeanFieldEquilibrium
 from spinformer.equilibrium.search import Candidates, LowestFreeEnergy
 from spinformer.equilibrium.steepest_descent import SteepestDescent, SteepestDescentEquilibrium
@@ -18,10 +25,16 @@ __all__ = [
     "Candidates",
     "Exact",
     "FieldDensity",
+    "LogNormalizer",
     "LowestFreeEnergy",
     "MeanField",
     "MeanFieldEquilibrium",
     "SteepestDescent",
     "SteepestDescentEquilibrium",
     "TAPEquilibrium",
+    "fit_fields",
+    "fit_moments",
+    "mean_field_inversion",
+    "pair_inversion",
+    "tap_inversion",
 ]

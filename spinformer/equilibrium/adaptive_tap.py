@@ -54,13 +54,12 @@ from torch import Tensor
 
 from spinformer.equilibrium.closed_forms import gaussian
 from spinformer.equilibrium.mean_field import check_initial, mean_field_map
-from spinformer.equilibrium.saddle import LogDet, _Inverse
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
 from spinformer.solve.linear import solve_each
 from spinformer.solve.newton import minimize_in_cone
-from spinformer.solve.positive import cholesky_inverse
+from spinformer.solve.positive import KnownInverse, KnownLogDet, cholesky_inverse
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings.entries import flatten_blocks
 from spinformer.spins.site import Gaussian, LargeDSphere, SiteLaw
@@ -268,7 +267,7 @@ class _CavityVariance(torch.autograd.Function):
         v, chi, k, scaled = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():
-            scaled = _Inverse.apply(_precision(v, chi, k), scaled)
+            scaled = KnownInverse.apply(_precision(v, chi, k), scaled)
         own = scaled.diagonal(dim1=-2, dim2=-1)
         lever = _lever(scaled, chi) / own[..., :, None]
         pull = (grad[..., None, :] @ lever.square())[..., 0, :]
@@ -414,9 +413,9 @@ class _Cavities:
         return self._join(mean, cavity)
 
     def _known_log_det(self, precision: Tensor) -> Tensor:
-        inverse = _Inverse.apply(precision, self.scaled_covariance)
+        inverse = KnownInverse.apply(precision, self.scaled_covariance)
         value = 2 * self._factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        log_det: Tensor = LogDet.apply(precision, inverse, value)
+        log_det: Tensor = KnownLogDet.apply(precision, inverse, value)
         return log_det
 
     def attach(self, k: Tensor, external: Tensor, solution: Solution) -> Tensor:
@@ -440,7 +439,7 @@ class _Cavities:
     def amplification(self, m: Tensor, v: Tensor, k: Tensor, external: Tensor) -> Tensor:
         r""":math:`T = \chi^{-2} - (A\circ A)^{-1} = \partial V_i/\partial\chi_j`, (..., N, N)."""
         chi = self._moments(m, v, k, external)[1]
-        scaled = _Inverse.apply(_precision(v, chi, k), self.scaled_covariance)
+        scaled = KnownInverse.apply(_precision(v, chi, k), self.scaled_covariance)
         squares = _lever(scaled, chi).square()
         # 1 - (1 + E)^-1 with E = chi squares chi, divided by chi on both sides: no difference of
         # large numbers is left.

@@ -316,7 +316,6 @@ class MeanFieldEquilibrium(Equilibrium):
         return torch.full_like(self.system.beta, value)
 
 
-
 def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
     """Magnetizations to start from in the shape of the system's field, zero at absent sites."""
     if not isinstance(initial, Tensor):

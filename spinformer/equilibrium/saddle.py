@@ -18,7 +18,12 @@ from torch import Tensor
 
 from spinformer.solve.implicit import implicit
 from spinformer.solve.newton import ITERATIVE_SITES, ConeMinimum, iterative_solve
-from spinformer.solve.positive import cone_hessian, positive_factor
+from spinformer.solve.positive import (
+    KnownInverse,
+    KnownLogDet,
+    cone_hessian,
+    positive_factor,
+)
 from spinformer.solve.secular import SharedMinimum, rotate
 from spinformer.solve.solution import Solution
 
@@ -146,7 +151,7 @@ class DenseSaddle(Saddle):
             k = torch.where(self.broken[..., None, None], 0.0, k)
             b = torch.where(self.broken[..., None, None], 0.0, b)
         v = torch.diag_embed(self._tau(k, b)) - k
-        inverse = _Inverse.apply(v, self.inverse)
+        inverse = KnownInverse.apply(v, self.inverse)
         return v, inverse, inverse @ b
 
     def mean(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -238,8 +243,8 @@ class SiteSaddle(DenseSaddle):
         p = inverse * (inverse + 2 * response @ response.mT)
         factor = positive_factor(p.detach())
         value = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        p_inverse = _Inverse.apply(p, torch.cholesky_inverse(factor))
-        log_det: Tensor = LogDet.apply(p, p_inverse, value)
+        p_inverse = KnownInverse.apply(p, torch.cholesky_inverse(factor))
+        log_det: Tensor = KnownLogDet.apply(p, p_inverse, value)
         return log_det, p_inverse
 
     def relax(self, inverse_curvature: Tensor, right: Tensor) -> Tensor:
@@ -249,7 +254,7 @@ class SiteSaddle(DenseSaddle):
         stored = self.inverse
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse: Tensor = _Inverse.apply(torch.diag_embed(tau) - k, stored)
+            inverse: Tensor = KnownInverse.apply(torch.diag_embed(tau) - k, stored)
             return inverse.diagonal(dim1=-2, dim2=-1) + (inverse @ b).square().sum(-1) - 1
 
         def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
@@ -356,7 +361,7 @@ class SharedSaddle(DenseSaddle):
             return every if self.mask is None else torch.where(self.mask, 1.0, every)
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse: Tensor = _Inverse.apply(torch.diag_embed(spread(tau)) - k, stored)
+            inverse: Tensor = KnownInverse.apply(torch.diag_embed(spread(tau)) - k, stored)
             own = inverse.diagonal(dim1=-2, dim2=-1)
             if self.mask is not None:
                 own = own.masked_fill(self.mask, 0.0)
@@ -386,7 +391,7 @@ class DenseResponse(Response):
 
     @property
     def log_det(self) -> Tensor:
-        value: Tensor = LogDet.apply(self._v, self._inverse, self._saddle.log_det)
+        value: Tensor = KnownLogDet.apply(self._v, self._inverse, self._saddle.log_det)
         return value
 
     @property
@@ -416,35 +421,6 @@ def clear(matrix: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return matrix
     return matrix.masked_fill(mask[..., None, :] | mask[..., :, None], 0.0)
-
-
-class _Inverse(torch.autograd.Function):
-    """The known inverse of a matrix as a function of it, to any order."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, inverse: Tensor) -> Tensor:
-        output = inverse.clone()
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grads[0] @ inverse.mT), None
-
-
-class LogDet(torch.autograd.Function):
-    """The known log-determinant of a symmetric matrix; the inverse carries higher orders."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, inverse: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0][..., None, None] * inverse, None, None
 
 
 class _Response(torch.autograd.Function):

@@ -8,6 +8,7 @@ from spinformer.nn.encoder import Encoder
 from spinformer.nn.energy_descent import EnergyDescentBlock
 from spinformer.nn.free_energy import FreeEnergyBlock
 from spinformer.nn.report import BlockReport
+from spinformer.nn.score import field_score
 from spinformer.nn.transformer import TransformerBlock
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "EnergyDescentBlock",
     "FreeEnergyBlock",
     "TransformerBlock",
+    "field_score",
 ]

@@ -1,11 +1,20 @@
-"""Inverses and factors of positive-definite matrices, and the Hessian that is made of them."""
+"""Inverses and factors of positive-definite matrices, their derivatives, and a Hessian of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["cholesky_inverse", "cone_hessian", "positive_factor", "positive_inverse_"]
+__all__ = [
+    "KnownInverse",
+    "KnownLogDet",
+    "cholesky_inverse",
+    "cone_hessian",
+    "positive_factor",
+    "positive_inverse_",
+]
 
 
 def positive_inverse_(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,3 +103,32 @@ def cone_hessian(
     if isinstance(weight, Tensor):
         return gram.mul_(2).add_(weight[..., None, None] * inverse).mul_(inverse)
     return gram.mul_(2).add_(inverse, alpha=weight).mul_(inverse)
+
+
+class KnownInverse(torch.autograd.Function):
+    """The inverse of a matrix that a solve has found already, as a function of it, to any order."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, inverse: Tensor) -> Tensor:
+        output = inverse.clone()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grads[0] @ inverse.mT), None
+
+
+class KnownLogDet(torch.autograd.Function):
+    """The known log-determinant of a symmetric matrix; the inverse carries higher orders."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, inverse: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][..., None, None] * inverse, None, None

@@ -177,5 +177,6 @@ def rotate(matrix: Tensor, state: Tensor) -> Tensor:
     # Broadcast, the matrix would be read, and copied, once a system.
     columns = state.flatten(0, shared - 1).movedim(0, -2)
     systems, dim = columns.shape[-2:]
-    rotated = (matrix @ columns.flatten(-2)).unflatten(-1, (systems, dim))
-    return rotated.movedim(-2, 0).unflatten(0, state.shape[:shared])
+    product = (matrix @ columns.flatten(-2)).unflatten(-1, (systems, dim))
+    rotated: Tensor = product.movedim(-2, 0).unflatten(0, state.shape[:shared])
+    return rotated

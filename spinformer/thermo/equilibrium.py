@@ -359,7 +359,8 @@ class Equilibrium(abc.ABC):
         unit = self.system.beta.detach()[..., None] * self.system.site.scale**2
         largest = torch.maximum(values.abs().amax(-1, keepdim=True), unit)
         rounding = 10 * n * d * torch.finfo(values.dtype).eps * largest
-        return torch.where(values.abs() <= rounding, torch.inf, unit / values).amin(-1)
+        stiffness: Tensor = torch.where(values.abs() <= rounding, torch.inf, unit / values)
+        return stiffness.amin(-1)
 
     @property
     def is_stable(self) -> Tensor:

@@ -331,6 +331,29 @@ def test_parts_of_the_susceptibility_in_a_batch(case: Case) -> None:
         close(one, other)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in CASES
+        if isinstance(c.solver, Exact) or c.name in ("Bethe, tree", "adaptive TAP, Gaussian")
+    ],
+    ids=lambda case: case.name,
+)
+def test_fluctuations_and_dissipation(case: Case) -> None:
+    """chi = beta (<S S> - m m) on every bond: one side from fields, the other from couplings.
+
+    An identity of what is exact: Bethe on trees and adaptive TAP of Gaussian spins are.
+    """
+    system = case.system()
+    equilibrium = case.solve(system)
+    m = equilibrium.magnetization
+    connected = equilibrium.correlations("coupling") - m @ m.mT
+    response = torch.einsum("iaja->ij", equilibrium.susceptibility()) / 0.8
+    bonds = system.couplings.to_dense() != 0
+    close(connected[bonds], response[bonds], rtol=1e-10)
+
+
 @every_case
 def test_stability_is_the_inverse_of_the_largest_response(case: Case) -> None:
     """All cases are stable; where a free energy exists its curvature is 1 / chi."""
