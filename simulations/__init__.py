@@ -11,6 +11,8 @@
 ``models``              classifiers that differ only in their block; equal parameter counts
 ``training``            one run: schedule, batches, measurements
 ``runs``                many runs: resumable, each in a process of its own
+``options``             options that several studies take
+``figures``             the look that all figures share, and how they are written
 ``plots``               the figures of ``compare``
 ``class_token_plots``   the figures of ``class_token``
 ``tables``              tables as text

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
 import spinformer as sf
-from simulations.runs import replaced, write_json
+from simulations.figures import blank, clean, save
+from simulations.options import positive
+from simulations.runs import write_json
 from simulations.tables import align
 from spinformer.thermo.equilibrium import CorrelationMethod
 
@@ -244,8 +244,7 @@ def _observables(
 def draw(results: dict[str, Any], out: Path) -> Path:
     """One column a panel, one row a quantity, errors on logarithmic axes."""
     columns = results["panels"]
-    figure = Figure(figsize=(1.4 + 2.7 * len(columns), 9.2), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(1.4 + 2.7 * len(columns), 9.2)
     axes = figure.subplots(len(QUANTITIES), len(columns), squeeze=False, sharex=True, sharey="row")
     figure.suptitle(
         "Errors of the approximations against exact results (spins of length $\\sqrt{D}$)",
@@ -269,13 +268,10 @@ def draw(results: dict[str, Any], out: Path) -> Path:
                 )
             if column == 0:
                 axis.set_ylabel(label, fontsize=9)
-            axis.grid(True, color="0.9", linewidth=0.7)
-            axis.tick_params(labelsize=8)
+            clean(axis)
             axis.set_xscale("log")
             axis.set_yscale("log")
             axis.set_ylim(1e-7, 3)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
             for name, entry in panel["methods"].items():
                 points = [
                     (beta, error)
@@ -290,9 +286,7 @@ def draw(results: dict[str, Any], out: Path) -> Path:
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9
     )
-    path = out / "accuracy.png"
-    with replaced(path) as partial:
-        FigureCanvasAgg(figure).print_png(str(partial))
+    (path,) = save({"accuracy.png": figure}, out)
     return path
 
 
@@ -331,7 +325,7 @@ class _Accuracy:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--instances", type=int, metavar="K", help="random glasses (default 40, quick 5)"
+            "--instances", type=positive, metavar="K", help="random glasses (default 40, quick 5)"
         )
 
     def run(self, args: argparse.Namespace) -> int:

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import spinformer
-from simulations.runs import replaced, write_json
+from simulations.figures import blank, clean, save
+from simulations.options import add_seeds
+from simulations.runs import write_json
+from simulations.tables import align
 from spinformer import Ising, MeanField, SteepestDescent
 from spinformer.equilibrium.field_density import Approximation, FieldDensity
 from spinformer.equilibrium.inverse import (
@@ -111,9 +113,7 @@ class Boltzmann:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Options of the study."""
-        parser.add_argument(
-            "--seeds", type=_positive, metavar="N", help="seeds S, S+1, ... (default: 5, quick 2)"
-        )
+        add_seeds(parser, Plan().seeds, _QUICK.seeds)
 
     def run(self, args: argparse.Namespace) -> int:
         """Everything, then the table, the figures and ``results.json``."""
@@ -138,13 +138,6 @@ class Boltzmann:
             print(f"figure: {path}")
         print(f"numbers: {args.out / 'results.json'}  ({results['seconds']:.0f} s)")
         return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
 
 
 # --- planted systems, by enumeration ------------------------------------------------------------
@@ -450,12 +443,7 @@ def _standard_error(values: Any) -> float:
 
 
 def _table(results: dict[str, Any]) -> str:
-    lines = [
-        "",
-        "error of the exact likelihood: slope against samples (-1/2 expected), and its square over "
-        "that of the Fisher information (1 expected)",
-        f"{'data':<8}{'J':<10}{'slope':>16}{'ratio, all':>18}{'ratio, most':>18}",
-    ]
+    rows = []
     for data in ("spins", "fields"):
         for kind, entry in results[data].items():
             check = entry["check"]
@@ -463,15 +451,25 @@ def _table(results: dict[str, Any]) -> str:
                 f"{check[name]:.3f} +- {check[name + '_error']:.3f}"
                 for name in ("slope", "ratio", "ratio_at_most_samples")
             ]
-            lines.append(f"{data:<8}{kind:<10}{cells[0]:>16}{cells[1]:>18}{cells[2]:>18}")
-    lines += ["", "area under the ROC curve (mean over seeds +- standard error)"]
-    signals = results["plan"]["signals"]
-    lines.append(f"{'sigma beta':<36}" + "".join(f"{signal:>16g}" for signal in signals))
+            rows.append((f"{data}, {kind}", *cells))
+    scores = []
     for name, look in _SCORES.items():
         values = _array(results["detection"][name])
         cells = [f"{v.mean():.3f} +- {_standard_error(v):.3f}" for v in values.T]
-        lines.append(f"{look['label']:<36}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(lines) + "\n"
+        scores.append((look["label"], *cells))
+    signals = [f"{signal:g}" for signal in results["plan"]["signals"]]
+    return "\n".join(
+        (
+            "",
+            "error of the exact likelihood: slope against samples (-1/2 expected), and its square "
+            "over that of the Fisher information (1 expected)",
+            align(("data, J", "slope", "ratio, all", "ratio, most"), rows),
+            "",
+            "area under the ROC curve (mean over seeds +- standard error)",
+            align(("sigma beta", *signals), scores),
+            "",
+        )
+    )
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -479,20 +477,9 @@ def _table(results: dict[str, Any]) -> str:
 
 def draw(results: dict[str, Any], out: Path) -> list[Path]:
     """Both figures; returns the files."""
-    written = []
-    for name, make in (("reconstruction.png", _reconstruction), ("detection.png", _detection)):
-        with replaced(out / name) as partial:
-            FigureCanvasAgg(make(results)).print_png(str(partial))
-        written.append(out / name)
-    return written
-
-
-def _tidy(axis: Axes) -> None:
-    axis.grid(True, color="0.9", linewidth=0.7)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    return save(
+        {"reconstruction.png": _reconstruction(results), "detection.png": _detection(results)}, out
+    )
 
 
 def _line(axis: Axes, x: Sequence[float], rows: Any, look: dict[str, Any], **more: Any) -> None:
@@ -507,8 +494,7 @@ def _line(axis: Axes, x: Sequence[float], rows: Any, look: dict[str, Any], **mor
 
 def _reconstruction(results: dict[str, Any]) -> Figure:
     plan = results["plan"]
-    figure = Figure(figsize=(11.5, 9), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(11.5, 9)
     axes = figure.subplots(3, 3, sharex="col", sharey="row")
     figure.suptitle(
         "Error of recovered couplings, |found - J| / |J| "
@@ -545,7 +531,7 @@ def _reconstruction(results: dict[str, Any]) -> Figure:
             )
             axis.set_xscale("log")
             axis.set_yscale("log")
-            _tidy(axis)
+            clean(axis)
         left.set_ylabel(f"{kind}\nrelative error", fontsize=9)
         for axis in (left, right):
             entry = results["spins" if axis is left else "fields"][kind]["check"]
@@ -571,8 +557,7 @@ def _reconstruction(results: dict[str, Any]) -> Figure:
 
 def _detection(results: dict[str, Any]) -> Figure:
     plan = results["plan"]
-    figure = Figure(figsize=(6.6, 6), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(6.6, 6)
     axis = figure.subplots()
     for name, look in _SCORES.items():
         _line(axis, plan["signals"], results["detection"][name], look)
@@ -584,7 +569,7 @@ def _detection(results: dict[str, Any]) -> Figure:
         f"beta = 1, {plan['seeds']} seeds)",
         fontsize=10,
     )
-    _tidy(axis)
+    clean(axis)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 

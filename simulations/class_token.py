@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,9 @@ from tqdm import tqdm
 import spinformer
 from simulations.data import Dataset, Examples, describe, load_digits, load_fashion
 from simulations.models import count_parameters
+from simulations.options import add_digits, add_jobs, add_seeds
 from simulations.runs import write_json
+from simulations.tables import align
 from simulations.training import (
     Budget,
     evaluation_batches,
@@ -253,20 +254,9 @@ class ClassToken:
             metavar="VARIANT",
             help=f"any of {', '.join(VARIANTS)} (default: all)",
         )
-        parser.add_argument(
-            "--seeds", type=int, metavar="N", help="seeds S, S+1, ... (default: 2, --quick 1)"
-        )
-        parser.add_argument(
-            "--jobs",
-            type=int,
-            default=os.cpu_count() or 1,
-            metavar="N",
-            help="runs at a time, each with one thread (default: %(default)s, the cores; "
-            "0: in this process)",
-        )
-        parser.add_argument(
-            "--digits", type=Path, metavar="CSV", help="own images: 784 pixels and a label a line"
-        )
+        add_seeds(parser, 2, 1)
+        add_jobs(parser)
+        add_digits(parser)
         parser.add_argument(
             "--fashion", type=Path, metavar="DIR", help="folder of Fashion-MNIST's four .gz files"
         )
@@ -322,7 +312,7 @@ class ClassToken:
             "runs": records,
         }
         write_json(args.out / "results.json", results)
-        print(*table(records), sep="\n")
+        print(table(records))
         # The figures' library is loaded by those who draw: workers import this module too.
         drawn = importlib.import_module("simulations.class_token_plots").draw(results, args.out)
         print("figures:", ", ".join(str(path) for path in drawn))
@@ -330,22 +320,31 @@ class ClassToken:
         return 0
 
 
-def table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table(records: Sequence[dict[str, Any]]) -> str:
     """A line for each task and variant: mean over seeds, and the extremes."""
-    yield (
-        f"{'task':8} {'variant':11} {'parameters':>10} {'test accuracy [%]':>22} "
-        f"{'iterations':>10} {'converged':>9} {'ms/step':>7}"
+    header = (
+        "task, variant",
+        "parameters",
+        "test accuracy [%]",
+        "iterations",
+        "converged",
+        "ms/step",
     )
+    rows = []
     for task, variant in dict.fromkeys((r["task"], r["variant"]) for r in records):
         group = [r for r in records if (r["task"], r["variant"]) == (task, variant)]
         accuracy = [100 * r["test"]["accuracy"] for r in group]
-        spread = f"{statistics.fmean(accuracy):.2f} ({min(accuracy):.2f} to {max(accuracy):.2f})"
-        yield (
-            f"{task:8} {variant:11} {group[0]['parameters']:>10,} {spread:>22} "
-            f"{statistics.fmean(r['test']['iterations_mean'] for r in group):>10.1f} "
-            f"{statistics.fmean(r['test']['converged'] for r in group):>9.1%} "
-            f"{statistics.median(r['ms_per_step'] for r in group):>7.1f}"
+        rows.append(
+            (
+                f"{task}, {variant}",
+                f"{group[0]['parameters']:,}",
+                f"{statistics.fmean(accuracy):.2f} ({min(accuracy):.2f} to {max(accuracy):.2f})",
+                f"{statistics.fmean(r['test']['iterations_mean'] for r in group):.1f}",
+                f"{statistics.fmean(r['test']['converged'] for r in group):.1%}",
+                f"{statistics.median(r['ms_per_step'] for r in group):.1f}",
+            )
         )
+    return align(header, rows)
 
 
 STUDY = ClassToken()

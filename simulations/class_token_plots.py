@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from simulations.runs import replaced
+from simulations.figures import band, blank, clean, save
 
 # Of Okabe and Ito's palette.
 STYLES: dict[str, dict[str, Any]] = {
@@ -37,12 +36,7 @@ def draw(results: dict[str, Any], out: Path) -> list[Path]:
         figure = _couplings(results, variant)
         if figure is not None:
             figures[f"couplings_{variant}.png"] = figure
-    written = []
-    for name, figure in figures.items():
-        with replaced(out / name) as partial:
-            FigureCanvasAgg(figure).print_png(str(partial))
-        written.append(out / name)
-    return written
+    return save(figures, out)
 
 
 def _runs(results: dict[str, Any], task: str, variant: str) -> list[dict[str, Any]]:
@@ -56,8 +50,7 @@ def _title(results: dict[str, Any], task: str, side: str) -> str:
 
 def _accuracy(results: dict[str, Any]) -> Figure:
     tasks = list(results["tasks"])
-    figure = Figure(figsize=(1.0 + 4.4 * len(tasks), 4.2), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(1.0 + 4.4 * len(tasks), 4.2)
     shown = [v for v in STYLES if any(_runs(results, task, v) for task in tasks)]
     for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for variant in shown:
@@ -65,23 +58,15 @@ def _accuracy(results: dict[str, Any]) -> Figure:
             if not runs:
                 continue
             steps = [point["step"] for point in runs[0]["curve"]]
-            values = np.array(
-                [[100 * point["validation_accuracy"] for point in run["curve"]] for run in runs]
-            )
-            axis.plot(steps, values.mean(0), markersize=4, linewidth=1.5, **STYLES[variant])
-            color = STYLES[variant]["color"]
-            axis.fill_between(
-                steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0
-            )
+            values = [
+                [100 * point["validation_accuracy"] for point in run["curve"]] for run in runs
+            ]
+            band(axis, steps, values, {"markersize": 4, "linewidth": 1.5, **STYLES[variant]})
         axis.set_title(_title(results, task, "validation"), fontsize=9)
         axis.set_xlabel("optimizer step", fontsize=9)
         axis.set_ylabel("accuracy [%]", fontsize=9)
-        axis.tick_params(labelsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(True, color="0.9", linewidth=0.7)
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        clean(axis)
     seeds = len({run["seed"] for run in results["runs"]})
     title = "Validation accuracy while training"
     title += f" (line: mean over {seeds} seeds, band: extremes)" if seeds > 1 else " (one seed)"
@@ -107,8 +92,7 @@ def _couplings(results: dict[str, Any], variant: str) -> Figure | None:
     if not rows:
         return None
     columns = max(len(run["moments"]) for run in rows.values())
-    figure = Figure(figsize=(0.8 + 2.5 * columns, 1.0 + 4.4 * len(rows)), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(0.8 + 2.5 * columns, 1.0 + 4.4 * len(rows))
     figure.suptitle(f"Couplings |J$_{{ij}}$| (Frobenius), {LABELS[variant]}", fontsize=11)
     axes = figure.subplots(
         2 * len(rows), columns, squeeze=False, height_ratios=[0.8, 1.0] * len(rows)

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from simulations.models import (
     match_size,
     tokens_of,
 )
+from simulations.options import add_digits, add_fresh, add_jobs, add_seeds, add_texts
 from simulations.runs import Outcome, RunStore, replaced, run_all, write_json
 from simulations.tables import align
 from simulations.training import Budget, Job
@@ -94,32 +94,11 @@ class Compare:
             metavar="BLOCK",
             help=f"any of {', '.join(BLOCKS)} (default: all)",
         )
-        parser.add_argument(
-            "--seeds",
-            type=_positive,
-            metavar="N",
-            help="seeds S, S+1, ... of each block (default: 3, with --quick 1)",
-        )
-        parser.add_argument(
-            "--jobs",
-            type=_natural,
-            default=os.cpu_count() or 1,
-            metavar="N",
-            help="runs at a time, each with one thread (default: %(default)s, the cores; "
-            "0: in this process)",
-        )
-        parser.add_argument(
-            "--fresh", action="store_true", help="do finished runs again instead of reading them"
-        )
-        parser.add_argument(
-            "--reviews", type=Path, metavar="CSV", help="own texts: columns text, label (0 or 1)"
-        )
-        parser.add_argument(
-            "--vectors", type=Path, metavar="TXT", help="own word vectors, GloVe's text format"
-        )
-        parser.add_argument(
-            "--digits", type=Path, metavar="CSV", help="own images: 784 pixels and a label a line"
-        )
+        add_seeds(parser, 3, 1)
+        add_jobs(parser)
+        add_fresh(parser)
+        add_texts(parser)
+        add_digits(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Train what is not trained yet, then write the table, ``results.json`` and the figures."""
@@ -173,20 +152,6 @@ class Compare:
 
 
 STUDY = Compare()
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
 
 
 def load(tasks: Sequence[str], args: argparse.Namespace) -> dict[str, Dataset]:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from simulations.runs import replaced
+from simulations.figures import band, blank, clean, save
 
 # Okabe and Ito's palette, which stays distinct in every common form of colour blindness. Line style
 # and marker serve print in grey.
@@ -54,15 +53,8 @@ def draw(results: dict[str, Any], out: Path) -> list[Path]:
         "energy_along_depth.png": _energy_along_depth,
         "rank_along_depth.png": _rank_along_depth,
     }
-    written = []
-    for name, make in figures.items():
-        figure = make(results)
-        if figure is None:
-            continue
-        with replaced(out / name) as partial:
-            FigureCanvasAgg(figure).print_png(str(partial))
-        written.append(out / name)
-    return written
+    made = {name: make(results) for name, make in figures.items()}
+    return save({name: figure for name, figure in made.items() if figure is not None}, out)
 
 
 def _runs(results: dict[str, Any], task: str, block: str) -> Runs:
@@ -78,8 +70,7 @@ def _figure(
 ) -> tuple[Figure, NDArray[Any]]:
     """Axes with a column for each task; ``side`` of the split is what is shown."""
     tasks = list(results["tasks"])
-    figure = Figure(figsize=(1.2 + 4.6 * len(tasks), 1.3 + 2.9 * rows), dpi=130)
-    figure.set_layout_engine("constrained")
+    figure = blank(1.2 + 4.6 * len(tasks), 1.3 + 2.9 * rows)
     axes = figure.subplots(rows, len(tasks), squeeze=False)
     figure.suptitle(title, fontsize=11)
     for column, task in enumerate(tasks):
@@ -90,12 +81,7 @@ def _figure(
             f"{task}: {entry['title']}\n{side} side, n = {entry['examples'][side]:,}; {seeds}",
             fontsize=9,
         )
-    for axis in axes.flat:
-        axis.grid(True, color="0.9", linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+    clean(*axes.flat)
     return figure, axes
 
 
@@ -121,18 +107,6 @@ def _all_blocks(results: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(b for entry in results["tasks"].values() for b in entry["blocks"]))
 
 
-def _band(
-    axis: Axes, x: NDArray[Any], values: NDArray[Any], block: str, blocks: Sequence[str]
-) -> None:
-    """The mean over seeds (rows of ``values``), and the range between the extremes."""
-    look = style(block, blocks)
-    axis.plot(x, values.mean(axis=0), **look)
-    if len(values) > 1:
-        axis.fill_between(
-            x, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.15, linewidth=0
-        )
-
-
 def _learning_curves(results: dict[str, Any]) -> Figure:
     figure, axes = _figure(
         results,
@@ -148,8 +122,8 @@ def _learning_curves(results: dict[str, Any]) -> Figure:
             if not runs:
                 continue
             steps = np.array([point["step"] for point in runs[0]["curve"]])
-            _band(top, steps, _curves(runs, "train_loss"), block, blocks)
-            _band(bottom, steps, 100 * _curves(runs, "validation_accuracy"), block, blocks)
+            band(top, steps, _curves(runs, "train_loss"), style(block, blocks))
+            band(bottom, steps, 100 * _curves(runs, "validation_accuracy"), style(block, blocks))
         top.set_ylabel("training loss [nats]", fontsize=9)
         bottom.set_ylabel("validation accuracy [%]", fontsize=9)
         bottom.set_xlabel("optimizer step", fontsize=9)
@@ -244,7 +218,7 @@ def _depth(runs: Runs, name: str) -> NDArray[Any]:
 
 def _draw_free_energy(axis: Axes, runs: Runs, block: str, blocks: Sequence[str]) -> None:
     values = _depth(runs, "free_energy")
-    _band(axis, np.arange(1, values.shape[1] + 1), values, block, blocks)
+    band(axis, np.arange(1, values.shape[1] + 1), values, style(block, blocks))
 
 
 def _draw_energy(axis: Axes, runs: Runs, block: str, blocks: Sequence[str]) -> None:
@@ -270,7 +244,7 @@ def _rank_along_depth(results: dict[str, Any]) -> Figure:
                 continue
             values = _depth(runs, "rank")
             # Models of equal size may have unequal numbers of layers.
-            _band(axis, np.linspace(0, 1, values.shape[1]), values, block, blocks)
+            band(axis, np.linspace(0, 1, values.shape[1]), values, style(block, blocks))
         axis.set_ylim(bottom=0)
         axis.set_xlabel("depth as a share of all layers", fontsize=9)
         axis.set_ylabel("relative rank residual", fontsize=9)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import platform
 import statistics
 import time
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -30,8 +28,10 @@ from tqdm import tqdm
 import spinformer
 from simulations.compare import PLANS, QUICK_PLANS, TASKS, load, match, spread
 from simulations.data import Dataset, describe
+from simulations.figures import band, blank, clean, save
 from simulations.models import Classifier
-from simulations.runs import RunStore, replaced, run_all, write_json
+from simulations.options import add_digits, add_fresh, add_jobs, add_seeds, add_texts
+from simulations.runs import RunStore, run_all, write_json
 from simulations.tables import align
 from simulations.training import _INIT, Job, evaluation_batches, generator_for
 from spinformer.nn import Encoder, FreeEnergyBlock
@@ -101,22 +101,11 @@ class TotalDerivative:
             choices=(*TASKS, "all", "none"),
             help="what to train on (default: all; --quick: digits)",
         )
-        parser.add_argument(
-            "--seeds", type=int, metavar="N", help="seeds S, S+1, ... (default: 3; --quick: 1)"
-        )
-        parser.add_argument(
-            "--jobs",
-            type=int,
-            default=os.cpu_count() or 1,
-            metavar="N",
-            help="runs at a time, one thread each (default: the cores; 0: in this process)",
-        )
-        parser.add_argument(
-            "--fresh", action="store_true", help="do finished runs again instead of reading them"
-        )
-        parser.add_argument("--reviews", type=Path, metavar="CSV", help="as for compare")
-        parser.add_argument("--vectors", type=Path, metavar="TXT", help="as for compare")
-        parser.add_argument("--digits", type=Path, metavar="CSV", help="as for compare")
+        add_seeds(parser, 3, 1)
+        add_jobs(parser)
+        add_fresh(parser)
+        add_texts(parser)
+        add_digits(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Check, measure, train what is not trained yet; write figures and ``results.json``."""
@@ -442,22 +431,7 @@ def draw(results: dict[str, Any], out: Path) -> list[Path]:
     figures = {"terms.png": _draw_terms(results["terms"])}
     if any(entry["approximations"] for entry in results.get("tasks", {}).values()):
         figures["training.png"] = _draw_training(results["tasks"])
-    for name, figure in figures.items():
-        with replaced(out / name) as partial:
-            FigureCanvasAgg(figure).print_png(str(partial))
-    return [out / name for name in figures]
-
-
-def _axes(figure: Figure, rows: int, columns: int) -> Any:
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.grid(True, color="0.9", linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    return axes
+    return save(figures, out)
 
 
 def _column(points: list[dict[str, Any]], key: str) -> list[float]:
@@ -466,8 +440,9 @@ def _column(points: list[dict[str, Any]], key: str) -> list[float]:
 
 def _draw_terms(terms: dict[str, Any]) -> Figure:
     grid = terms["grid"]
-    figure = Figure(figsize=(12.0, 6.4), dpi=130)
-    axes = _axes(figure, 2, 3)
+    figure = blank(12.0, 6.4)
+    axes = figure.subplots(2, 3, squeeze=False)
+    clean(*axes.flat)
     figure.suptitle(
         "The second term, of the couplings' dependence on the tokens, against the magnetization\n"
         f"untrained blocks, {grid['tokens']} random tokens, d_model {grid['d_model']}, "
@@ -532,8 +507,9 @@ def _angles(axis: Axes) -> None:
 
 def _draw_training(tasks: dict[str, Any]) -> Figure:
     shown = {task: entry for task, entry in tasks.items() if entry["approximations"]}
-    figure = Figure(figsize=(2.4 + 4.6 * len(shown), 7.0), dpi=130)
-    axes = _axes(figure, 2, len(shown))
+    figure = blank(2.4 + 4.6 * len(shown), 7.0)
+    axes = figure.subplots(2, len(shown), squeeze=False)
+    clean(*axes.flat)
     figure.suptitle(
         "Training with the partial (open marks) and the total derivative (filled)\n"
         "lines: means over seeds; bands: smallest to largest\n"
@@ -545,17 +521,18 @@ def _draw_training(tasks: dict[str, Any]) -> Figure:
         top.set_title(f"{task}: {entry['title']}", fontsize=9)
         for approximation, both in entry["approximations"].items():
             for derivative, row in both.items():
-                look = LOOKS[approximation] | _fill(derivative)
+                look = {"markersize": 4.5, "linewidth": 1.5}
+                look |= LOOKS[approximation] | _fill(derivative)
                 label = f"{LABELS[approximation]}, {derivative}"
                 steps = [point["step"] for point in row["curves"][0]]
                 curves = [
                     [100 * point["validation_accuracy"] for point in curve]
                     for curve in row["curves"]
                 ]
-                _band(top, steps, curves, look, label)
+                band(top, steps, curves, {**look, "label": label})
                 runs = row["terms"]["after"]
                 layers = list(range(1, len(runs[0]) + 1))
-                _band(bottom, layers, [_column(run, "size") for run in runs], look, None)
+                band(bottom, layers, [_column(run, "size") for run in runs], look)
         top.set_xlabel("optimizer step", fontsize=9)
         top.set_ylabel("validation accuracy [%]", fontsize=9)
         untrained = [
@@ -573,30 +550,3 @@ def _draw_training(tasks: dict[str, Any]) -> Figure:
         bottom.set_ylim(bottom=0)
         top.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _band(
-    axis: Axes,
-    x: Sequence[float],
-    runs: Sequence[Sequence[float]],
-    look: dict[str, Any],
-    label: str | None,
-) -> None:
-    columns = list(zip(*runs, strict=True))
-    axis.plot(
-        x,
-        [statistics.fmean(values) for values in columns],
-        label=label,
-        markersize=4.5,
-        linewidth=1.5,
-        **look,
-    )
-    if len(runs) > 1:
-        axis.fill_between(
-            x,
-            [min(values) for values in columns],
-            [max(values) for values in columns],
-            color=look["color"],
-            alpha=0.12,
-            linewidth=0,
-        )

@@ -40,13 +40,25 @@ class WarnOnce:
     def __call__(self, message: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(message, ConvergenceWarning, stacklevel=4)
+            warnings.warn(message, ConvergenceWarning, stacklevel=5)
 
 
 def check_on_failure(on_failure: OnFailure) -> None:
     """Raise ``ValueError`` unless ``on_failure`` is a name of a policy or a function."""
     if not callable(on_failure):
         check_choice("on_failure", on_failure, ("raise", "warn", "ignore"))
+
+
+def report_failure(on_failure: OnFailure, message: str) -> None:
+    """Raise :class:`ConvergenceError`, warn, stay silent or call, as a user asked."""
+    check_on_failure(on_failure)
+    if callable(on_failure):
+        on_failure(message)
+    elif on_failure == "raise":
+        raise ConvergenceError(message)
+    elif on_failure == "warn":
+        # Not of this line or the check's, but of the solve that was checked.
+        warnings.warn(message, ConvergenceWarning, stacklevel=4)
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

@@ -44,20 +44,24 @@ Learn. Res. 6, 2177 (expectation consistency).
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spinformer.equilibrium.closed_forms import gaussian
-from spinformer.equilibrium.mean_field import check_initial, mean_field_map
+from spinformer.equilibrium.mean_field import (
+    check_initial,
+    mean_field_map,
+    refuse_overflow,
+    within_rounding,
+)
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
-from spinformer.solve.linear import solve_each
+from spinformer.solve.linear import solve_each, symmetric_eigenvalues
 from spinformer.solve.newton import minimize_in_cone
 from spinformer.solve.positive import KnownInverse, KnownLogDet, cholesky_inverse
 from spinformer.solve.solution import Solution
@@ -73,8 +77,6 @@ from spinformer.thermo.equilibrium import (
 
 __all__ = ["AdaptiveTAP", "AdaptiveTAPEquilibrium", "MatrixGaussianEquilibrium"]
 
-# Up to so many components a dense susceptibility is cheaper than an iteration.
-_DENSE_ROWS = 512
 # Of the constraint A_ii = chi_i where an iterate is brought back into the cone: it only has to be
 # a good place to go on from.
 _RETURN_TOLERANCE = 1e-6
@@ -148,13 +150,7 @@ class AdaptiveTAP:
                 "adaptive TAP takes matrix-valued couplings between Gaussian spins only, where it "
                 f"is exact, and these are {system.site!r}: use MeanField(), or scalar couplings"
             )
-        options = self.fixed_point
-        if options.tolerance is None:
-            # A component may be sqrt(D) times the unit of the residual, and so may its rounding.
-            finfo = torch.finfo(system.field.dtype)
-            usual = 1e-10 if finfo.bits == 64 else 1e-5
-            rounding = 4 * finfo.eps * math.sqrt(system.dim)
-            options = dataclasses.replace(options, tolerance=max(usual, rounding))
+        options = within_rounding(self.fixed_point, system)
         start = None if initial is None else check_initial(initial, system)
         kind = _MatrixGaussian if matrix_valued else _Cavities
         equations, broken = kind(system, options), None
@@ -162,8 +158,7 @@ class AdaptiveTAP:
         lost = ~torch.isfinite(solution.residual)
         if bool(lost.any()):
             # Given broken, or finite and too large for beta J to be.
-            system, broken = system.isolated()
-            broken = lost if broken is None else broken | lost
+            system, broken = system.isolated(lost)
             equations = kind(system, options, broken)
             solution = equations.iterate(start)
         answer = MatrixGaussianEquilibrium if matrix_valued else AdaptiveTAPEquilibrium
@@ -326,6 +321,7 @@ class _Cavities:
             v = (chi[..., None, :] @ square)[..., 0, :]  # that of TAP
         state = self._join(m, v)
         solution = self.options.solve(self._sweep, state, (k, external), check=False)
+        solution = refuse_overflow(solution, k, external)
         m, v = self._split(solution.value)
         chi = self._moments(m, v, k, external)[1]
         self._factor, info = torch.linalg.cholesky_ex(_precision(v, chi, k))
@@ -384,7 +380,7 @@ class _Cavities:
 
     # -- what derivatives need, at the solution -------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def scaled_covariance(self) -> Tensor:
         r""":math:`\chi^{-1/2} A \chi^{-1/2}` (..., N, N)."""
         with torch.inference_mode(False), torch.no_grad():
@@ -395,7 +391,7 @@ class _Cavities:
             self._factor = torch.where(failed[..., None, None], eye, self._factor)
             return torch.cholesky_inverse(self._factor)
 
-    @cached_property
+    @functools.cached_property
     def covariance(self) -> Tensor:
         """A (..., N, N)."""
         scaled = self.scaled_covariance
@@ -476,14 +472,14 @@ class AdaptiveTAPEquilibrium(DerivedEquilibrium):
         m, v = equations._split(solution.value)
         super().__init__(
             system,
-            lambda *arguments: equations.log_partition(solution, *arguments),
+            functools.partial(equations.log_partition, solution),
             dataclasses.replace(
                 solution, value=torch.cat([scale * m, v[..., None] / scale**2], -1)
             ),
             broken,
         )
 
-    @cached_property
+    @functools.cached_property
     @in_solving_mode
     def _attached(self) -> tuple[Tensor, Tensor]:
         """m and V with their derivatives, in reduced units."""
@@ -529,9 +525,9 @@ class AdaptiveTAPEquilibrium(DerivedEquilibrium):
         return chi.masked_fill(system.mask[..., :, None, None, None], 0.0)
 
     def _susceptibility_product(self, vector: Tensor) -> Tensor:
-        if self.system.num_spins * self.system.dim > _DENSE_ROWS:
-            return super()._susceptibility_product(vector)
-        return torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
+        if self._is_small:
+            return self._dense_product(vector)
+        return super()._susceptibility_product(vector)
 
     @observable
     def replicon(self) -> Tensor:
@@ -545,9 +541,7 @@ class AdaptiveTAPEquilibrium(DerivedEquilibrium):
         """
         if self.system.num_spins == 0:
             return torch.ones_like(self.system.beta)
-        squares = self._equations.scaled_covariance.square()
-        largest: Tensor = torch.linalg.eigvalsh(squares)[..., -1]
-        return 1 / largest
+        return 1 / symmetric_eigenvalues(self._equations.scaled_covariance.square())[..., -1]
 
 
 # -- matrix-valued couplings of Gaussian spins ----------------------------------------------------
@@ -567,6 +561,8 @@ class _MatrixGaussian:
         beta = system.beta[..., None, None]
         if start is None:
             start = system.site.mean(beta * system.field)
+        elif self.broken is not None:
+            start = torch.where(self.broken[..., None, None], 0.0, start)
         return self.options.solve(
             mean_field_map(system.site, system.couplings),
             start,
@@ -618,7 +614,7 @@ class MatrixGaussianEquilibrium(DerivedEquilibrium):
     def magnetization(self) -> Tensor:
         return self._found
 
-    @cached_property
+    @functools.cached_property
     @in_solving_mode
     def _covariance(self) -> Tensor:
         """A of all components, (..., N D, N D)."""

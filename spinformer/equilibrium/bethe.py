@@ -45,10 +45,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spinformer.equilibrium.mean_field import check_initial
+from spinformer.equilibrium.mean_field import check_initial, refuse_overflow
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
+from spinformer.solve.linear import symmetric_eigenvalues
 from spinformer.solve.solution import Solution
 from spinformer.spins.site import Ising, LargeDSphere, Sphere
 from spinformer.spins.system import SpinSystem
@@ -138,8 +139,7 @@ class Bethe:
         lost = ~torch.isfinite(equilibrium.solution.residual)
         if bool(lost.any()):
             # Given broken, or finite and too large for beta J to be.
-            system, broken = system.isolated()
-            broken = lost if broken is None else broken | lost
+            system, broken = system.isolated(lost)
             equilibrium = kind(system, initial, self.fixed_point, broken)
         self.fixed_point.check(equilibrium.solution)
         return equilibrium
@@ -236,17 +236,18 @@ class BetheEquilibrium(DerivedEquilibrium):
         with torch.no_grad():
             deviation, matrix = self._functions.fluctuations(*self._arguments)
             unit = self.system.site.scale
-            modes = _eigenvalues(self._modes)
+            modes = symmetric_eigenvalues(self._modes)
             positive = unit**2 / modes[..., -1]
             if _is_stiff(matrix):
                 rounding = torch.finfo(modes.dtype).eps ** 0.5 * modes[..., -1]
                 return torch.where(modes[..., 0] >= -rounding, positive, unit**2 / modes[..., 0])
-            lowest = _eigenvalues(matrix)[..., 0]
+            lowest = symmetric_eigenvalues(matrix)[..., 0]
             scale = unit / deviation
-            hessian = _eigenvalues(scale[..., :, None] * matrix * scale[..., None, :])[..., 0]
+            hessian = scale[..., :, None] * matrix * scale[..., None, :]
+            curvature = symmetric_eigenvalues(hessian)[..., 0]
         # No variance is above that of a free spin, so that a negative curvature of the whole is at
         # least that of M.
-        return torch.where(lowest > 0, positive, torch.minimum(lowest, hessian))
+        return torch.where(lowest > 0, positive, torch.minimum(lowest, curvature))
 
 
 # -- Ising spins ----------------------------------------------------------------------------------
@@ -280,6 +281,7 @@ def _ising(
         return _transmit(k, _cavity(unit * state, b)) / unit
 
     solution = options.solve(update, start, (k.detach(), b.detach()), check=False)
+    solution = refuse_overflow(solution, k, b[..., None])
 
     def attach(k: Tensor, b: Tensor) -> Tensor:
         return options.attach(solution, update, (k, b))
@@ -409,13 +411,6 @@ def _inverse(matrix: Tensor, singular: float) -> Tensor:
         inverse, failed = torch.linalg.inv_ex(one)
         inverses.append(inverse if int(failed) == 0 else torch.full_like(one, singular))
     return torch.stack(inverses).reshape(matrix.shape)
-
-
-def _eigenvalues(matrix: Tensor) -> Tensor:
-    """Of symmetric matrices; NaN where an entry is not finite, which would fail for the batch."""
-    finite = torch.isfinite(matrix).all(-1).all(-1)
-    values: Tensor = torch.linalg.eigvalsh(torch.where(finite[..., None, None], matrix, 0.0))
-    return torch.where(finite[..., None], values, torch.nan)
 
 
 # -- spheres --------------------------------------------------------------------------------------

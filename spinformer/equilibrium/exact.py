@@ -40,6 +40,7 @@ from spinformer.equilibrium.closed_forms import (
     gaussian,
 )
 from spinformer.errors import strict_options
+from spinformer.solve.linear import symmetric_eigenvalues
 from spinformer.solve.solution import Solution
 from spinformer.spins.site import Gaussian, Ising, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
@@ -161,7 +162,7 @@ class Exact:
         if count == 0 or num_spins == 0:
             return []
         if isinstance(site, Gaussian):
-            site.check_stable(torch.linalg.eigvalsh(couplings)[..., -1])
+            site.check_stable(symmetric_eigenvalues(couplings)[..., -1])
             return [_Group(everything, [functools.partial(gaussian, variance=site.variance)])]
         if system.present is None:
             if isinstance(site, Ising) and num_spins <= self.max_enumerated:

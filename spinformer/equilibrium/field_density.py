@@ -27,7 +27,6 @@ posterior mean :math:`\langle S | h \rangle` (Tweedie's formula).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -38,11 +37,10 @@ from torch import Tensor
 
 from spinformer.equilibrium.exact import Exact
 from spinformer.errors import (
-    ConvergenceError,
-    ConvergenceWarning,
     OnFailure,
     check_choice,
     check_on_failure,
+    report_failure,
     strict_options,
 )
 from spinformer.spins.couplings import Couplings, Dense
@@ -136,6 +134,10 @@ class FieldDensity:
     ) -> None:
         if not (isinstance(variance, (int, float)) and 0 < variance < math.inf):
             raise ValueError(f"variance={variance!r} must be a positive finite number")
+        if not isinstance(site, SiteLaw):
+            raise TypeError(
+                f"site={site!r} is no site law: pass Ising(), Sphere(dim) or Gaussian(dim)"
+            )
         self.couplings, self.site, self.beta, self.mask = couplings, site, beta, mask
         self.variance = float(variance)
         self.approximation: Approximation = Exact() if approximation is None else approximation
@@ -243,13 +245,16 @@ class FieldDensity:
         more Ising spins) on forests from the root outwards.
 
         Raises:
-            ValueError: amortized couplings, or a graph with loops where it must not have any.
+            ValueError: amortized couplings, a graph with loops where it must not have any, or a
+                negative number of samples.
         """
         if self.amortized:
             raise ValueError(
                 "fields with couplings that depend on them have no law of the spins to draw from: "
                 "FieldDensity.sample and sample_spins need fixed couplings"
             )
+        if num_samples < 0:
+            raise ValueError(f"num_samples={num_samples} must be zero or more")
         with torch.no_grad():
             system = self._without_field()
             shape = (num_samples, *system.field.shape)
@@ -367,7 +372,7 @@ class FieldDensity:
             tilt = tilt * system.present[..., None]
         matrix = tilt + beta * system.couplings.to_dense().double()
         matrix = (matrix + matrix.mT) / 2
-        largest = torch.linalg.eigvalsh(matrix.detach())[..., -1] * self.site.variance
+        largest = torch.linalg.eigvalsh(matrix.detach())[..., -1:] * self.site.variance
         if bool((largest >= 1).any()):
             raise ValueError(
                 "fields of Gaussian spins have a density while v * (variance * beta^2 + beta * J) "
@@ -407,16 +412,6 @@ class FieldDensity:
             torch.sqrt(spread / (num_samples - 1)).to(dtype),
             effective.to(dtype),
         )
-
-
-def report_failure(on_failure: OnFailure, message: str) -> None:
-    """Raise, warn or stay silent, as a user asked, where there is no ``Solution`` to check."""
-    if callable(on_failure):
-        on_failure(message)
-    elif on_failure == "raise":
-        raise ConvergenceError(message)
-    elif on_failure == "warn":
-        warnings.warn(message, ConvergenceWarning, stacklevel=4)
 
 
 # --- draws of the spins -------------------------------------------------------------------------

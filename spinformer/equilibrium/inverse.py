@@ -39,9 +39,8 @@ from spinformer.equilibrium.field_density import (
     Approximation,
     FieldDensity,
     ising_states,
-    report_failure,
 )
-from spinformer.errors import OnFailure, check_choice, check_on_failure
+from spinformer.errors import OnFailure, check_choice, check_on_failure, report_failure
 from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw
 from spinformer.spins.special import inverse_reduced_ratio
 from spinformer.spins.system import SpinSystem
@@ -109,7 +108,12 @@ def field_moments(fields: Tensor, variance: float, beta: float | Tensor = 1.0) -
     :math:`\langle S_i\cdot S_j\rangle = (\langle h_i\cdot h_j\rangle - D \sigma^2 \delta_{ij})
     / (\sigma^2\beta)^2`. Samples leave errors on the diagonal too; where it is known (R^2 on
     spheres), put it there.
+
+    Raises:
+        ValueError: a variance that is not positive, or as :func:`spin_moments`.
     """
+    if not 0 < variance < math.inf:
+        raise ValueError(f"variance={variance!r} must be a positive finite number")
     scale = variance * torch.as_tensor(beta, dtype=fields.dtype, device=fields.device)
     mean, correlations, covariance = spin_moments(fields)
     noise = variance * torch.eye(fields.shape[-2], dtype=fields.dtype, device=fields.device)
@@ -378,6 +382,15 @@ def fit_moments(
         ValueError: a system that the approximation does not solve; two spins that are always
             parallel, without a ridge.
     """
+    if correlations.ndim != 2 or correlations.shape[0] != correlations.shape[1]:
+        raise ValueError(
+            f"correlations have shape {tuple(correlations.shape)}: fit one system, (N, N)"
+        )
+    shape = (len(correlations), site.dim)
+    if magnetization is not None and magnetization.shape != shape:
+        raise ValueError(
+            f"magnetization has shape {tuple(magnetization.shape)}: it must be (N, D) = {shape}"
+        )
     approximation = Exact() if approximation is None else approximation
     data = correlations.detach().double()
     mean = None if magnetization is None else magnetization.detach().double()
@@ -530,6 +543,10 @@ def _maximize(
 ) -> FittedCouplings:
     if not (math.isfinite(ridge) and ridge >= 0):
         raise ValueError(f"ridge={ridge!r} must be zero or positive")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r} must be positive")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations={max_iterations!r} must be an integer >= 1")
     check_on_failure(on_failure)
     num_pairs = len(parameters.first)
     device = parameters.first.device

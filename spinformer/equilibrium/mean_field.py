@@ -22,17 +22,21 @@ from torch import Tensor
 
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
-from spinformer.solve.linear import solve_each
+from spinformer.solve.linear import eigenvalues, solve_each
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Couplings
 from spinformer.spins.site import Gaussian, SiteLaw
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import Equilibrium, in_solving_mode, observable
 
-__all__ = ["MeanField", "MeanFieldEquilibrium", "check_initial", "mean_field_map"]
-
-# Up to so many components a dense susceptibility is cheaper than an iteration.
-_DENSE_ROWS = 512
+__all__ = [
+    "MeanField",
+    "MeanFieldEquilibrium",
+    "check_initial",
+    "mean_field_map",
+    "refuse_overflow",
+    "within_rounding",
+]
 
 
 def mean_field_map(site: SiteLaw, couplings: Couplings) -> Callable[..., Tensor]:
@@ -90,20 +94,16 @@ class MeanField:
         """
         if isinstance(system.site, Gaussian) and system.couplings.is_symmetric:
             system.site.check_stable(system.beta * system.couplings.largest_eigenvalue())
-        options = self.fixed_point
-        if options.tolerance is None:
-            # A component may be sqrt(D) times the unit of the residual, and so may its rounding.
-            finfo = torch.finfo(system.field.dtype)
-            usual = 1e-10 if finfo.bits == 64 else 1e-5
-            rounding = 4 * finfo.eps * math.sqrt(system.dim)
-            options = dataclasses.replace(options, tolerance=max(usual, rounding))
+        options = within_rounding(self.fixed_point, system)
         if initial is not None:
             initial = check_initial(initial, system)
         solution, broken = _iterate(system, initial, options), None
-        if not bool(torch.isfinite(solution.residual).all()):
-            system, broken = system.isolated()
-            if broken is not None:
-                solution = _iterate(system, initial, options)
+        lost = ~torch.isfinite(solution.residual)
+        if bool(lost.any()):
+            system, broken = system.isolated(lost)
+            if initial is not None:
+                initial = torch.where(lost[..., None, None], 0.0, initial)
+            solution = _iterate(system, initial, options)
         equilibrium = MeanFieldEquilibrium(system, solution, broken)
         options.check(equilibrium.solution)
         return equilibrium
@@ -113,7 +113,7 @@ def _iterate(system: SpinSystem, initial: Tensor | None, options: FixedPoint) ->
     beta = system.beta[..., None, None]
     with torch.no_grad():  # a solution forgets where it was looked for
         start = system.site.mean(beta * system.field) if initial is None else initial
-    return options.solve(
+    solution = options.solve(
         mean_field_map(system.site, system.couplings),
         start,
         (system.field, beta, *system.couplings.tensors()),
@@ -121,6 +121,10 @@ def _iterate(system: SpinSystem, initial: Tensor | None, options: FixedPoint) ->
         check=False,
         linearize=_linearization(system.site, system.couplings),
     )
+    if not bool((beta > torch.finfo(beta.dtype).max ** 0.25).any()):
+        return solution
+    with torch.no_grad():
+        return refuse_overflow(solution, beta * system.force(solution.value))
 
 
 def _linearization(site: SiteLaw, couplings: Couplings) -> Callable[..., Any]:
@@ -237,12 +241,8 @@ class MeanFieldEquilibrium(Equilibrium):
             ConvergenceError: the iteration fails, as it may at an unstable solution.
         """
         if self._is_small:
-            return torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
+            return self._dense_product(vector)
         return self._iterated_product(vector)
-
-    @property
-    def _is_small(self) -> bool:
-        return self.system.num_spins * self.system.dim <= _DENSE_ROWS
 
     def _iterated_product(self, vector: Tensor) -> Tensor:
         """chi v for v (..., N, D), which may have more leading axes than the system."""
@@ -257,7 +257,8 @@ class MeanFieldEquilibrium(Equilibrium):
         weighted = self.system.beta[..., None, None, None] * self._covariance
         inputs = (weighted, vector / size, *couplings.tensors())
         # In units of the response without couplings.
-        unit = float(self.system.beta.detach().min()) * self.system.site.scale**2
+        betas = self.system.beta.detach()
+        unit = float(betas.min()) * self.system.site.scale**2 if betas.numel() else 1.0
         solver = FixedPoint("anderson")
         return size * solver.solve(respond, torch.zeros_like(vector), inputs, scale=unit).value
 
@@ -308,12 +309,40 @@ class MeanFieldEquilibrium(Equilibrium):
     @cached_property
     def _multipliers(self) -> Tensor:
         # A batch of nonsymmetric eigenvalue problems; the spectrum is real where J is symmetric.
-        values: Tensor = torch.linalg.eigvals(self._jacobian.detach())
-        return values
+        return eigenvalues(self._jacobian.detach())
 
     def _none(self, value: float) -> Tensor:
         """What a system without sites has."""
         return torch.full_like(self.system.beta, value)
+
+
+def within_rounding(options: FixedPoint, system: SpinSystem) -> FixedPoint:
+    """Options whose tolerance, where none was given, rounding allows for spins of that size.
+
+    A component may be sqrt(D) times the unit of the residual, and so may its rounding.
+    """
+    if options.tolerance is not None:
+        return options
+    finfo = torch.finfo(system.field.dtype)
+    usual = 1e-10 if finfo.bits == 64 else 1e-5
+    rounding = 4 * finfo.eps * math.sqrt(system.dim)
+    return dataclasses.replace(options, tolerance=max(usual, rounding))
+
+
+def refuse_overflow(solution: Solution, *numbers: Tensor) -> Solution:
+    """A solution with NaN for the residual of systems so cold that K or b has no square.
+
+    The mean in an infinite field may be a number, and look like an answer; nothing else that
+    follows from it does.
+
+    Args:
+        solution: as found.
+        numbers: K, b, or what there is of them, (..., rows, columns).
+    """
+    with torch.no_grad():
+        squares = sum((x.square().sum((-2, -1)) for x in numbers), solution.residual)
+    residual = torch.where(torch.isfinite(squares), solution.residual, torch.nan)
+    return dataclasses.replace(solution, residual=residual)
 
 
 def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spinformer.solve.implicit import implicit
+from spinformer.solve.linear import add_transpose
 from spinformer.solve.newton import ITERATIVE_SITES, ConeMinimum, iterative_solve
 from spinformer.solve.positive import (
     KnownInverse,
@@ -82,7 +83,12 @@ class Saddle(abc.ABC):
 
     @abc.abstractmethod
     def mean(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(mu, A) with their derivatives; no A where it is not at hand."""
+        """mu, and what :meth:`completed` makes A of, with their derivatives in closed form; None
+        where A has none."""
+
+    def completed(self, inverse: Tensor) -> Tensor:
+        """A (..., N, N), with anything at absent sites."""
+        return inverse
 
     @abc.abstractmethod
     def minimum(self, *inputs: Tensor) -> Tensor:
@@ -119,7 +125,7 @@ class DenseSaddle(Saddle):
         needed: list[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """First derivatives of ``(grad * mu).sum() + (inverse_grad * A).sum()`` in J, scale and b,
-        in closed form. Only where A is at hand has it a cotangent."""
+        in closed form. ``inverse_grad`` is zero at absent sites, or None for zero."""
 
     @abc.abstractmethod
     def curvature(self, inverse: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,6 +164,12 @@ class DenseSaddle(Saddle):
         # One backward pass serves both, and costs nothing for one that is not used.
         mu, inverse = _Response.apply(self, *inputs)
         return mu, inverse
+
+    def completed(self, inverse: Tensor) -> Tensor:
+        if self.inverse_at_hand:
+            return inverse
+        value: Tensor = _Carried.apply(inverse, self.inverse)
+        return value
 
     def minimum(self, *inputs: Tensor) -> Tensor:
         value: Tensor = _Minimum.apply(self, *inputs)
@@ -227,7 +239,7 @@ class SiteSaddle(DenseSaddle):
             if product is not None:
                 left = left.addcmul_(k, product)
             couplings_bar += _sum_outer(left, inverse, couplings)
-            couplings_bar = (couplings_bar + couplings_bar.mT) / 2
+            couplings_bar = _symmetric_part(couplings_bar)
         if needed[1]:
             # sum_ij J_ij dL/dK_ij, from K mu = tau mu - b and (A K A)_ii = (A^2 tau)_i - A_ii
             tau = torch.where(self.broken[..., None], 1.0, self.solution.value)[..., None]
@@ -316,9 +328,15 @@ class SharedSaddle(DenseSaddle):
         gaps = minimum.gaps[..., None]
         image = minimum.rotated / gaps  # mu in the eigenbasis
         direct = rotate(minimum.vectors.mT, grad) / gaps
-        w = -(direct * image).sum((-2, -1)) / self._curvature.clamp_min(
-            torch.finfo(grad.dtype).tiny
-        )
+        slope = -(direct * image).sum((-2, -1))
+        product = inverse = None
+        if inverse_grad is not None:
+            # G, of which only the symmetric part counts; dA = A dK A - dtau A A.
+            inverse = clear(self.inverse, self.mask)
+            product = inverse @ inverse_grad
+            trace = (product * inverse).sum((-2, -1))  # of A G A
+            slope = slope - trace
+        w = slope / self._curvature.clamp_min(torch.finfo(grad.dtype).tiny)
         w = w[..., None, None]
         turned = direct + 2 * w * image / gaps  # the cotangent of b in the eigenbasis
         b_bar = self._here(rotate(minimum.vectors, turned))
@@ -326,16 +344,23 @@ class SharedSaddle(DenseSaddle):
         couplings_bar = scale_bar = None
         if needed[0]:
             couplings_bar = _sum_outer(k * b_bar, self.response, couplings)
-            spectrum = (k * w / gaps.square())[..., 0]
-            spectrum = spectrum.sum_to_size(*minimum.vectors.shape[:-1])
-            couplings_bar += (minimum.vectors * spectrum[..., None, :]) @ minimum.vectors.mT
-            couplings_bar = (couplings_bar + couplings_bar.mT) / 2
+            if product is None or inverse is None:
+                spectrum = (k * w / gaps.square())[..., 0]
+                spectrum = spectrum.sum_to_size(*minimum.vectors.shape[:-1])
+                couplings_bar += (minimum.vectors * spectrum[..., None, :]) @ minimum.vectors.mT
+            else:
+                left = (k * w * inverse).addcmul_(k, product)
+                couplings_bar += _sum_outer(left, inverse, couplings)
+            couplings_bar = _symmetric_part(couplings_bar)
         if needed[1]:
             tau = torch.where(self.broken, 1.0, self.solution.value)
             levels = tau[..., None, None] - gaps  # eigenvalues of K
             scale_bar = (levels * turned * image).sum((-2, -1))
             # An absent site has eigenvalue zero and no share in this.
             scale_bar += (levels * w / gaps.square()).sum((-2, -1))
+            if inverse_grad is not None and inverse is not None:
+                # A K A = tau A A - A
+                scale_bar += tau * trace - (inverse_grad * inverse).sum((-2, -1))
             scale_bar = scale_bar / scale
         return couplings_bar, scale_bar, b_bar
 
@@ -416,6 +441,13 @@ def _sum_outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
     return (left @ right.mT).sum_to_size(*like.shape)
 
 
+def _symmetric_part(matrix: Tensor) -> Tensor:
+    """In the place of the matrix."""
+    flat = matrix.view(-1, *matrix.shape[-2:])
+    add_transpose(flat, flat).div_(2)
+    return matrix
+
+
 def clear(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """The matrix without the rows and columns of absent sites."""
     if mask is None:
@@ -429,12 +461,16 @@ class _Response(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, saddle: DenseSaddle, couplings: Tensor, scale: Tensor, b: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.saddle = saddle
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(couplings, scale, b)
-        # A without a copy: nobody writes into it.
-        inverse = saddle.inverse.detach().to(b.dtype) if saddle.inverse_at_hand else None
+        if saddle.inverse_at_hand:
+            # Without a copy: nobody writes into it.
+            inverse = saddle.inverse.detach().to(b.dtype)
+        else:
+            # Zero, with the derivative of A: not everyone who asks for mu asks for A.
+            inverse = b.new_zeros(()).expand(*b.shape[:-1], b.shape[-2])
         return saddle.response.to(b.dtype, copy=True), inverse
 
     @staticmethod
@@ -461,6 +497,18 @@ class _Response(torch.autograd.Function):
             None if bar is None or not need else bar.to(x.dtype)
             for bar, need, x in zip(found, needed, arguments, strict=True)
         )
+
+
+class _Carried(torch.autograd.Function):
+    """A value whose derivative another tensor has."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, value: Tensor) -> Tensor:
+        return value.detach().to(carrier.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class _Minimum(torch.autograd.Function):

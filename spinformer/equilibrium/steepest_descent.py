@@ -44,6 +44,7 @@ from spinformer.equilibrium.saddle import (
     clear,
 )
 from spinformer.errors import OnFailure, check_choice, check_on_failure, strict_options
+from spinformer.solve.linear import symmetric_spectrum
 from spinformer.solve.low_rank_newton import minimize_low_rank, minimize_low_rank_shared
 from spinformer.solve.newton import MAX_ITERATIONS, minimize_in_cone
 from spinformer.solve.secular import minimize_shared
@@ -158,10 +159,9 @@ class SteepestDescent:
             raise TypeError(f"initial must be a tensor, not {type(initial).__name__}")
         saddle, broken = self._saddle(system, initial), None
         if bool(saddle.broken.any()):
-            system, broken = system.isolated()
+            # Given broken, or finite and too large for beta J or beta h to be.
+            system, broken = system.isolated(saddle.broken)
             saddle = self._saddle(system, initial)
-            if bool(saddle.broken.any()):  # finite, but beta J or beta h is not
-                broken = saddle.broken if broken is None else broken | saddle.broken
         found = saddle.solution
         scale, _ = _reduced(system)
         unit = scale.detach() if self.auxiliary == "shared" else scale.detach()[..., None]
@@ -288,10 +288,7 @@ class _Spectrum:
             self._found = {}
         if dtype in self._found:
             return self._found[dtype]
-        clean = matrix.to(dtype)
-        finite = torch.isfinite(clean).all(-1).all(-1)[..., None, None]
-        values, vectors = torch.linalg.eigh(torch.where(finite, clean, 0.0))
-        values = torch.where(finite[..., 0], values, torch.nan)
+        values, vectors = symmetric_spectrum(matrix.to(dtype))
         if self._matrix is not None:
             self._found[dtype] = (values, vectors)
         return values, vectors
@@ -396,7 +393,7 @@ class SteepestDescentEquilibrium(Equilibrium):
     @cached_property
     @in_solving_mode
     def _mean(self) -> tuple[Tensor, Tensor | None]:
-        """mu and, with one auxiliary variable a site, A: their first derivatives are closed."""
+        """mu, and what carries the derivative of A."""
         return self._saddle.mean(*self._inputs)
 
     @property
@@ -414,7 +411,8 @@ class SteepestDescentEquilibrium(Equilibrium):
         inverse = self._mean[1]
         if inverse is None:
             return self._cast(self._radius**2 * self._response.inverse)
-        return self._cast(self._radius**2 * clear(inverse, self._saddle.mask))
+        inverse = clear(self._saddle.completed(inverse), self._saddle.mask)
+        return self._cast(self._radius**2 * inverse)
 
     @property
     @observable

@@ -48,19 +48,19 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spinformer.equilibrium.mean_field import check_initial
+from spinformer.equilibrium.mean_field import check_initial, refuse_overflow, within_rounding
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
-from spinformer.solve.linear import solve_each
+from spinformer.solve.linear import solve_each, symmetric_eigenvalues, symmetric_spectrum
 from spinformer.solve.solution import Solution
 from spinformer.spins.site import Gaussian, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
@@ -72,9 +72,6 @@ from spinformer.thermo.equilibrium import (
 )
 
 __all__ = ["TAP", "TAPEquilibrium"]
-
-# Up to so many components a dense susceptibility is cheaper than an iteration.
-_DENSE_ROWS = 512
 
 
 @strict_options
@@ -134,21 +131,14 @@ class TAP:
                 stability limit.
         """
         _check(system)
-        options = self.fixed_point
-        if options.tolerance is None:
-            # A component may be sqrt(D) times the unit of the residual, and so may its rounding.
-            finfo = torch.finfo(system.field.dtype)
-            usual = 1e-10 if finfo.bits == 64 else 1e-5
-            rounding = 4 * finfo.eps * math.sqrt(system.dim)
-            options = dataclasses.replace(options, tolerance=max(usual, rounding))
+        options = within_rounding(self.fixed_point, system)
         start = None if initial is None else _lift(check_initial(initial, system), system.site)
         equations, broken = _Equations(system), None
         solution = equations.iterate(start, options)
         lost = ~torch.isfinite(solution.residual)
         if bool(lost.any()):
             # Given broken, or finite and too large for beta J to be.
-            system, broken = system.isolated()
-            broken = lost if broken is None else broken | lost
+            system, broken = system.isolated(lost)
             equations = _Equations(system, broken)
             solution = equations.iterate(start, options)
         equilibrium = TAPEquilibrium(system, equations, solution, options, broken)
@@ -243,7 +233,14 @@ class _Equations:
             b = inputs[-1] if start is None else start
             if start is not None and self.broken is not None:
                 b = torch.where(self.broken[..., None, None], 0.0, b)
-            return options.solve(self.step, b / self.unit, inputs, check=False)
+            solution = options.solve(self.step, b / self.unit, inputs, check=False)
+            return refuse_overflow(solution, inputs[0], inputs[-1])
+
+    def log_partition(self, solution: Solution, options: FixedPoint, *arguments: Tensor) -> Tensor:
+        """log Z of (J, h, beta), which must have the values that were solved for."""
+        inputs = self.inputs(*arguments)
+        state = options.attach(solution, self.step, inputs)
+        return envelope(self.functional, state, inputs)
 
 
 class _Response(NamedTuple):
@@ -383,7 +380,9 @@ def _weights(
 
 def _roots(b: Tensor, tau: Tensor, rho: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """(tau + w b b^T)^(1/2) and ^(-1/2), smooth at b = 0; rho = tau + w b^2."""
-    across, along = tau.sqrt()[..., None, None], rho.sqrt()[..., None, None]
+    # A spin that a field holds may have a variance of less than the smallest number.
+    tiny = torch.finfo(b.dtype).tiny ** 0.5
+    across, along = (x.clamp_min(tiny).sqrt()[..., None, None] for x in (tau, rho))
     outer = w[..., None, None] * b[..., :, None] * b[..., None, :] / (across + along)
     eye = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
     return across * eye + outer, (eye - outer / along) / across
@@ -430,20 +429,15 @@ class TAPEquilibrium(DerivedEquilibrium):
         options: FixedPoint,
         broken: Tensor | None = None,
     ) -> None:
-        def log_partition(couplings: Tensor, field: Tensor, beta: Tensor) -> Tensor:
-            inputs = equations.inputs(couplings, field, beta)
-            state = options.attach(solution, equations.step, inputs)
-            return envelope(equations.functional, state, inputs)
-
         super().__init__(
             system,
-            log_partition,
+            functools.partial(equations.log_partition, solution, options),
             dataclasses.replace(solution, value=equations.unit * solution.value),
             broken,
         )
         self._equations, self._options, self._state = equations, options, solution
 
-    @cached_property
+    @functools.cached_property
     @in_solving_mode
     def _inputs(self) -> tuple[Tensor, ...]:
         with self._outside_inference_mode():
@@ -474,14 +468,14 @@ class TAPEquilibrium(DerivedEquilibrium):
         """O, what the second order adds to the field on every spin, (..., N, D)."""
         return self._equations.law.reaction(self.cavity_field, self._inputs[1])[1]
 
-    @cached_property
+    @functools.cached_property
     @in_solving_mode
     def _parts(self) -> _Response:
         field, (k, square, _) = self.cavity_field, self._inputs
         with self._outside_inference_mode():
             return self._equations.law.response(field, k, square)
 
-    @cached_property
+    @functools.cached_property
     @in_solving_mode
     def _present_root(self) -> Tensor:
         """C^(1/2), zero at absent sites, which don't respond."""
@@ -505,9 +499,9 @@ class TAPEquilibrium(DerivedEquilibrium):
         return beta * inverse.reshape(*self.system.batch_shape, n, d, n, d)
 
     def _susceptibility_product(self, vector: Tensor) -> Tensor:
-        if self.system.num_spins * self.system.dim > _DENSE_ROWS:
-            return super()._susceptibility_product(vector)
-        return torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
+        if self._is_small:
+            return self._dense_product(vector)
+        return super()._susceptibility_product(vector)
 
     @observable
     def specific_heat(self) -> Tensor:
@@ -530,12 +524,12 @@ class TAPEquilibrium(DerivedEquilibrium):
             return torch.full_like(self.system.beta, torch.inf)
         root, coupling = self._present_root.detach(), self._matrix(self._parts.coupling.detach())
         eye = torch.eye(size, dtype=coupling.dtype, device=coupling.device)
-        values, vectors = torch.linalg.eigh(eye - (coupling + coupling.mT) / 2)
+        values, vectors = symmetric_spectrum(eye - (coupling + coupling.mT) / 2)
         # A mode without any restoring force answers without limit.
         least = torch.finfo(values.dtype).eps ** 2
         safe = torch.where(values.abs() < least, least, values)
         lever = self._matrix(_on_diagonal(root)) @ vectors
-        response = torch.linalg.eigvalsh((lever / safe[..., None, :]) @ lever.mT)
+        response = symmetric_eigenvalues((lever / safe[..., None, :]) @ lever.mT)
         # The negative eigenvalue of the inverse nearest to zero, or without one the largest.
         negative = (safe < 0).sum(-1, keepdim=True)
         place = torch.where(negative > 0, negative - 1, size - 1)
@@ -553,5 +547,4 @@ class TAPEquilibrium(DerivedEquilibrium):
         matrix = self._matrix(self._parts.coupling.detach())
         if matrix.shape[-1] == 0:
             return torch.zeros_like(self.system.beta)
-        values: Tensor = torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
-        return values.abs().amax(-1)
+        return symmetric_eigenvalues((matrix + matrix.mT) / 2).abs().amax(-1)

@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spinformer.nn.streamed import RowBlock, StreamedHeads, row_blocks
+from spinformer.solve.linear import add_transpose
+
 __all__ = ["Amortization", "norm_pullback"]
 
-_Index = tuple[slice, ...]
+# Entries of one block of rows: four of them are at work at once, in the cache.
+_BLOCK = 2**18
+_DEVICE_BLOCK = 2**26
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,26 @@ class Amortization:
     r"""What :class:`~spinformer.nn.couplings.AttentionCouplings` went through to its couplings.
 
     Attributes:
-        projected: queries and keys, (B, N, 2, H, d_h).
-        attention: the softmax before dropout, (B, H, N, N), zero where there is no coupling.
-        kept: the factors of dropout on it, 0 or 1 / (1 - p), or None.
+        query, key: (B, H, N, d_h).
+        attention: the softmax before dropout, (B, H, N, N), zero where there is no coupling; or the
+            couplings that form it in blocks.
         strength: (H,).
         projection: (2 d, d), from tokens to queries and keys.
+        kept: the factors of dropout on ``attention``, 0 or 1 / (1 - p), or None.
     """
 
-    projected: Tensor
-    attention: Tensor
-    kept: Tensor | None
+    query: Tensor
+    key: Tensor
+    attention: Tensor | StreamedHeads
     strength: Tensor
     projection: Tensor
+    kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, heads: StreamedHeads, projection: Tensor) -> Amortization:
+        """That of couplings in blocks, in their precision."""
+        query, key, strength = heads.tensors()[:3]
+        return cls(query, key, heads, strength, projection)
 
     def pullback(self, values: Tensor | None, matrix: Tensor | None = None) -> Tensor:
         r"""The tokens' share in :math:`\tfrac12\sum_{h, i\ne j} C^h_{ij} J^h_{ij}`, C held fixed.
@@ -63,14 +76,21 @@ class Amortization:
             values = None
         given = matrix if values is None else values
         assert given is not None
-        working = given.dtype
+        working, attention = given.dtype, self.attention
+        streamed = isinstance(attention, StreamedHeads)
         slopes = _LogitPullback.apply(
-            self.projected.to(working), self.attention.to(working), values, matrix
+            self.query.to(working),
+            self.key.to(working),
+            None if isinstance(attention, StreamedHeads) else attention.to(working),
+            values,
+            matrix,
+            attention if streamed else None,
         )
         # J = s (A + A^T) / 2 and C = C^T: half the correlations times s reaches A. The factor goes
         # on the smaller tensor.
-        factor = self.strength.to(working) / (2 * math.sqrt(self.projected.shape[-1]))
-        rows = self.projection.to(working).unflatten(0, self.projected.shape[2:])
+        nhead, width = self.query.shape[1], self.query.shape[-1]
+        factor = self.strength.to(working) / (2 * math.sqrt(width))
+        rows = self.projection.to(working).unflatten(0, (2, nhead, width))
         return slopes.flatten(2) @ (factor[:, None, None] * rows).flatten(0, 2)
 
 
@@ -78,125 +98,152 @@ class _LogitPullback(torch.autograd.Function):
     r"""(T k, T^T q) with :math:`T_{ij} = A_{ij}(C_{ij} - \sum_l A_{il} C_{il})`, C = u u^T + M.
 
     T is the cotangent of the logits. It is not kept, nor is u u^T: the backward pass makes them
-    again, block by block of rows, in the cache.
+    again, block by block of rows, in the cache. The softmax A is an input, or (``heads``) a
+    function of q and k whose numbers can be had in blocks. The answer is in one piece,
+    (B, N, 2, H, d_h), as the projection has it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        projected: Tensor,
-        attention: Tensor,
+        query: Tensor,
+        key: Tensor,
+        attention: Tensor | None,
         values: Tensor | None,
         matrix: Tensor | None,
+        heads: StreamedHeads | None,
     ) -> Tensor:
-        ctx.save_for_backward(projected, attention, values, matrix)
-        query, key = _split(projected)
-        to_query, to_key = torch.empty_like(query), torch.zeros_like(key)
-        for rows, systems in _blocks(attention):
-            a = attention[rows]
-            t = _correlations(values, matrix, rows, systems).mul_(a)
-            t.addcmul_(a, t.sum(-1, keepdim=True), value=-1)
-            to_query[rows] = t @ key[systems]
-            to_key[systems] += t.mT @ query[rows]
-        return _join(to_query, to_key)
+        ctx.heads = heads
+        pairs = _Pairs(attention, values, matrix, heads)
+        batch, nhead, n, width = query.shape
+        joint = query.new_empty(batch, n, 2, nhead, width)
+        to_query, to_key = joint.permute(2, 0, 3, 1, 4)
+        q, k = query.flatten(0, 1), key.flatten(0, 1)
+        # Transposed, as matrix products run faster: q^T T rather than T^T q.
+        sums = k.new_zeros(k.mT.shape)
+        means = k.new_empty(*k.shape[:2], 1)  # of C over the softmax
+        for block in _blocks(query):
+            a, c = pairs.softmax(block), pairs.correlations(block)
+            t = a * c
+            mean = torch.sum(t, -1, keepdim=True, out=means[block.own])
+            t.addcmul_(a, mean, value=-1)
+            _part(to_query, block).copy_((t @ k[block.systems]).view(_part(to_query, block).shape))
+            sums[block.systems].baddbmm_(q[block.own].mT, t)
+        to_key.copy_(sums.mT.unflatten(0, (batch, nhead)))
+        ctx.save_for_backward(query, key, attention, values, matrix, means)
+        return joint
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        projected, attention, values, matrix = ctx.saved_tensors
+        query, key, attention, values, matrix, means = ctx.saved_tensors
+        heads: StreamedHeads | None = ctx.heads
         if torch.is_grad_enabled():
-            return _differentiable(projected, attention, values, matrix, grads[0])
-        (query, key), (of_query, of_key) = _split(projected), _split(grads[0])
-        query_bar, key_bar = torch.empty_like(query), torch.zeros_like(key)
-        attention_bar = torch.empty_like(attention)
-        # a k^T + q b^T as one product.
-        left, right = torch.cat([of_query, query], -1), torch.cat([key, of_key], -1)
+            return _differentiable(ctx, grads[0])
+        pairs = _Pairs(attention, values, matrix, heads)
+        scale = 1 / math.sqrt(query.shape[-1])
+        of_query, of_key = (x.flatten(0, 1) for x in grads[0].permute(2, 0, 3, 1, 4))
+        q, k = query.flatten(0, 1), key.flatten(0, 1)
+        query_bar, key_bar = torch.empty_like(q), k.new_zeros(k.mT.shape)
+        attention_bar = None if attention is None else torch.empty_like(attention)
         values_bar = None if values is None else torch.zeros_like(values)
-        matrix_bar = None if matrix is None else torch.empty_like(attention)
-        for rows, systems in _blocks(attention):
-            a = attention[rows]
-            c = _correlations(values, matrix, rows, systems)
-            t = a * c
-            mean = t.sum(-1, keepdim=True)
-            t.addcmul_(a, mean, value=-1)
-            query_bar[rows] = t @ of_key[systems]
-            key_bar[systems] += t.mT @ of_query[rows]
-            t_bar = left[rows] @ right[systems].mT
-            lean = torch.mul(a, t_bar, out=t).sum(-1, keepdim=True)
-            # A gets (C - mean) T_bar - lean C.
-            t_bar -= lean
-            torch.mul(c.sub_(mean), t_bar, out=attention_bar[rows]).sub_(lean * mean)
-            c_bar = torch.mul(a, t_bar, out=t if matrix_bar is None else matrix_bar[rows])
+        matrix_bar = None if matrix is None else torch.empty_like(matrix)
+        for block in _blocks(query):
+            own, systems = block.own, block.systems
+            a, c = pairs.softmax(block), pairs.correlations(block)
+            # Correlations and the cotangent of T without their means over the softmax.
+            c -= means[own]
+            t = c.mul_(a) if attention_bar is None else a * c
+            e = torch.bmm(of_query[own], k[systems].mT).baddbmm_(q[own], of_key[systems].mT)
+            scratch = a * e
+            lean = scratch.sum(-1, keepdim=True)
+            e -= lean
+            of_rows = t @ of_key[systems]
+            key_bar[systems].baddbmm_(of_query[own].mT, t)
+            if attention_bar is not None:
+                torch.mul(c, e, out=_flat(attention_bar)[own]).sub_(lean * means[own])
+            else:
+                # The cotangent of the logits that A is made of: a third cumulant.
+                logits_bar = t.mul_(e)
+                logits_bar.addcmul_(a, logits_bar.sum(-1, keepdim=True), value=-1)
+                of_rows.baddbmm_(logits_bar, k[systems], alpha=scale)
+                key_bar[systems].baddbmm_(q[own].mT, logits_bar, alpha=scale)
+            query_bar[own] = of_rows
+            c_bar = e.mul_(a)
+            if matrix_bar is not None:
+                _flat(matrix_bar)[own] = c_bar
             if values is not None and values_bar is not None:
-                values_bar[rows] += c_bar @ values[systems]
-                values_bar[systems] += c_bar.mT @ values[rows]
-        return _join(query_bar, key_bar), attention_bar, values_bar, matrix_bar
+                u, u_bar = values.flatten(0, 1), values_bar.flatten(0, 1)
+                if c_bar.shape[-2] == c_bar.shape[-1]:
+                    # One product with c_bar + c_bar^T.
+                    torch.bmm(add_transpose(c_bar, out=scratch), u[own], out=u_bar[own])
+                else:
+                    u_bar[own].baddbmm_(c_bar, u[systems])
+                    u_bar[systems].baddbmm_(c_bar.mT, u[own])
+        return (
+            query_bar.view_as(query),
+            key_bar.mT.unflatten(0, key.shape[:2]),
+            attention_bar,
+            values_bar,
+            matrix_bar,
+            None,
+        )
 
 
-def _split(projected: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, (B, H, N, d_h), each in one piece: they are read many times."""
-    query, key = projected.permute(2, 0, 3, 1, 4).contiguous()
-    return query, key
+@dataclass(frozen=True)
+class _Pairs:
+    """Blocks of rows of the softmax and of the correlations, in numbers."""
+
+    attention: Tensor | None
+    values: Tensor | None
+    matrix: Tensor | None
+    heads: StreamedHeads | None
+
+    def softmax(self, block: RowBlock) -> Tensor:
+        """To be read only."""
+        if self.heads is not None:
+            return self.heads.softmax(block)
+        assert self.attention is not None
+        return _flat(self.attention)[block.own]
+
+    def correlations(self, block: RowBlock) -> Tensor:
+        """In memory of their own."""
+        if self.values is None:
+            assert self.matrix is not None
+            return _flat(self.matrix)[block.own].clone()
+        u = self.values.flatten(0, 1)
+        product = torch.bmm(u[block.own], u[block.systems].mT)
+        return product if self.matrix is None else product.add_(_flat(self.matrix)[block.own])
 
 
-def _join(query: Tensor, key: Tensor) -> Tensor:
-    return torch.stack([query.transpose(1, 2), key.transpose(1, 2)], 2)
+def _flat(matrices: Tensor) -> Tensor:
+    """(B, H, N, N) as (B * H, N, N), the same memory."""
+    return matrices.view(-1, *matrices.shape[-2:])
 
 
-def _correlations(
-    values: Tensor | None, matrix: Tensor | None, rows: _Index, systems: _Index
-) -> Tensor:
-    """Rows of C, in memory of their own."""
-    if values is None:
-        assert matrix is not None
-        return matrix[rows].clone()
-    product = values[rows] @ values[systems].mT
-    return product if matrix is None else product.add_(matrix[rows])
+def _part(states: Tensor, block: RowBlock) -> Tensor:
+    """The block's rows of (B, H, N, d_h)."""
+    return states[block.batch, block.heads, block.rows]
 
 
-def _differentiable(
-    projected: Tensor,
-    attention: Tensor,
-    values: Tensor | None,
-    matrix: Tensor | None,
-    grad: Tensor,
-) -> tuple[Tensor | None, ...]:
+def _blocks(query: Tensor) -> Iterator[RowBlock]:
+    size = _BLOCK if query.device.type == "cpu" else _DEVICE_BLOCK
+    return row_blocks(query, size)
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The backward pass of :class:`_LogitPullback` at once, for derivatives of its own."""
-    (query, key), (of_query, of_key) = _split(projected), _split(grad)
+    # New names: a dependence of one argument on another is not ours to follow.
+    arguments: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors[:5]]
+    query, key, attention, values, matrix = arguments
+    if attention is None:
+        attention = ctx.heads.of(query, key).attention()
     c = 0.0 if matrix is None else matrix
     c = c if values is None else c + values @ values.mT
-    mean = (attention * c).sum(-1, keepdim=True)
-    t = attention * (c - mean)
-    t_bar = of_query @ key.mT + query @ of_key.mT
-    lean = (attention * t_bar).sum(-1, keepdim=True)
-    c_bar = attention * (t_bar - lean)
-    return (
-        _join(t @ of_key, t.mT @ of_query),
-        (c - mean) * t_bar - lean * c,
-        None if values is None else (c_bar + c_bar.mT) @ values,
-        None if matrix is None else c_bar,
-    )
-
-
-# Entries of one block of rows: a few of them fit into a core's cache.
-_BLOCK = 2**17
-
-
-def _blocks(matrices: Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """Indices that cut (B, H, N, N) into blocks: of its rows, and of all sites of the same systems.
-
-    A block is a part of the rows of one matrix, or some whole matrices.
-    """
-    batch, heads, length, _ = matrices.shape
-    every = slice(None)
-    together = max(1, _BLOCK // max(1, length * length))
-    some = max(1, min(heads, together))
-    batches = max(1, together // heads) if some == heads else 1
-    height = max(1, min(length, _BLOCK // max(1, length)))
-    for b in range(0, batch, batches):
-        for h in range(0, heads, some):
-            systems = slice(b, b + batches), slice(h, h + some)
-            for i in range(0, length, height):
-                yield (*systems, slice(i, i + height)), (*systems, every)
+    t = attention * (c - (attention * c).sum(-1, keepdim=True))
+    joint = torch.stack([t @ key, t.mT @ query]).permute(1, 3, 0, 2, 4)
+    wanted = [x for x, need in zip(arguments, ctx.needs_input_grad, strict=False) if need]
+    found = iter(torch.autograd.grad(joint, wanted, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in ctx.needs_input_grad)
 
 
 def norm_pullback(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor, cotangent: Tensor) -> Tensor:

@@ -33,27 +33,38 @@ _ITERATED: dict[str, type[MeanField] | type[TAP] | type[AdaptiveTAP]] = {
 
 
 def check_approximation(
-    name: str, couplings: str, heads: str, steps: int | None, initial: str | Tensor | None
+    name: str,
+    couplings: str,
+    heads: str,
+    steps: int | None,
+    initial: str | Tensor | None,
+    auxiliary: str,
 ) -> None:
     """Raise ``ValueError`` where an approximation cannot do what the other options ask for."""
     check_choice("approximation", name, APPROXIMATIONS)
+    check_choice("auxiliary", auxiliary, ("site", "shared"))
+    if auxiliary == "shared" and name != "steepest_descent":
+        raise ValueError(
+            f"approximation={name!r} with auxiliary='shared': the auxiliary variables are those of "
+            "approximation='steepest_descent'; leave auxiliary='site' with any other"
+        )
     if name == "mean_field":
         return
     if couplings == "softmax":
         raise ValueError(
             f"approximation={name!r} needs a free energy, and couplings='softmax' are asymmetric: "
-            "use couplings='symmetric' or 'fixed', or approximation='mean_field'"
+            "use couplings='symmetric', 'linear' or 'fixed', or approximation='mean_field'"
         )
     refused = {
-        "heads": ("heads='split'", heads == "mixed"),
-        "steps": ("steps=None", steps is not None),
+        "heads='mixed'": ("heads='split'", heads == "mixed"),
+        f"steps={steps}": ("steps=None", steps is not None),
         # Its minimum is unique.
-        "initial": ("initial=None", initial is not None and name == "steepest_descent"),
+        "an initial state": ("initial=None", initial is not None and name == "steepest_descent"),
     }
-    for option, (remedy, given) in refused.items():
-        if given:
+    for given, (remedy, wrong) in refused.items():
+        if wrong:
             raise ValueError(
-                f"approximation={name!r} has no {option} option: use {remedy}, or "
+                f"approximation={name!r} does not go with {given}: use {remedy}, or "
                 "approximation='mean_field'"
             )
 

@@ -17,6 +17,7 @@ from spinformer.nn.amortized import Amortization
 from spinformer.nn.masks import Masks
 from spinformer.nn.streamed import Bonds, StreamedHeads, attention_weights
 from spinformer.spins.couplings import Couplings, LowRank
+from spinformer.spins.couplings.checks import check_count
 
 __all__ = [
     "AttentionCouplings",
@@ -311,7 +312,9 @@ class AttentionCouplings(nn.Module):
             weights = (weights + weights.mT) / 2
         amortization = None
         if keep:
-            amortization = Amortization(heads, attention, kept, self.strength, self.in_proj.weight)
+            amortization = Amortization(
+                query, key, attention, self.strength, self.in_proj.weight, kept
+            )
         return Heads(weights, self.strength, self.symmetric, amortization)
 
 
@@ -335,6 +338,7 @@ class FixedCouplings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_count("num_spins", num_spins, 1)
         self.dropout, self.batch_first = dropout, batch_first
         self.weight = nn.Parameter(
             torch.empty(nhead, num_spins, num_spins, device=device, dtype=dtype)
@@ -344,7 +348,7 @@ class FixedCouplings(nn.Module):
 
     def reset_parameters(self) -> None:
         """Gaussian entries with a spectral radius of J near 1/2, unit strengths."""
-        nn.init.normal_(self.weight, std=1 / math.sqrt(8 * max(self.weight.shape[-1], 1)))
+        nn.init.normal_(self.weight, std=1 / math.sqrt(8 * self.weight.shape[-1]))
         nn.init.ones_(self.strength)
 
     def forward(self, tokens: Tensor, masks: Masks) -> Heads:
@@ -355,7 +359,7 @@ class FixedCouplings(nn.Module):
                 f"x has {length} tokens, couplings='fixed' of this block are between "
                 f"num_spins={num_spins}: pad x, or use amortized couplings"
             )
-        if masks.bias is not None:
+        if masks.biased:
             raise ValueError(
                 "a mask with finite entries biases attention logits, and couplings='fixed' have "
                 "none: pass a boolean mask"
@@ -417,7 +421,7 @@ class LinearCouplings(nn.Module):
 
     def forward(self, tokens: Tensor, masks: Masks) -> LowRank:
         """Couplings of rank 2 d_h, (B, H, N, N) if written down, of normalized tokens (B, N, d)."""
-        if masks.blocked is not None or masks.bias is not None:
+        if masks.blocked is not None or masks.biased:
             raise ValueError(
                 "couplings='linear' never write pairs down, and a mask over pairs (causal ones "
                 "too) or one with finite entries changes single pairs: pass a boolean padding mask "

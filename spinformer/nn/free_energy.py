@@ -2,6 +2,7 @@ r"""A Transformer block that is a spin system: tokens are fields, magnetizations
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -14,32 +15,28 @@ from spinformer.equilibrium.mean_field import (
     mean_field_map,
 )
 from spinformer.errors import OnFailure, WarnOnce, check_choice, check_on_failure, strict_options
+from spinformer.nn.amortized import Amortization
 from spinformer.nn.approximations import check_approximation, make_approximation, make_site
-from spinformer.nn.couplings import (
-    AttentionCouplings,
-    FusedHeads,
-    HeadMixture,
-    Heads,
-    LinearCouplings,
-)
+from spinformer.nn.couplings import AttentionCouplings, FusedHeads, HeadMixture, Heads
 from spinformer.nn.interactions import (
+    AMORTIZED,
     COUPLINGS,
-    FixedInteraction,
+    Interaction,
+    Mixture,
     check_interaction,
     make_correction,
-    make_fixed,
+    make_interaction,
     reported_couplings,
 )
-from spinformer.nn.layers import MLP, make_norm
+from spinformer.nn.layers import ACTIVATIONS, MLP, NORMS, make_norm
 from spinformer.nn.masks import Masks, check_heads, merge_masks, to_batch
-from spinformer.nn.matrix_valued import BlockMatrix, BlockStrips
 from spinformer.nn.neural_force import Mixing, NeuralForce, NeuralSystem, SteadyState
 from spinformer.nn.report import BlockReport
 from spinformer.nn.streamed import StreamedHeads
 from spinformer.nn.total_derivative import check_total, coupling_term
 from spinformer.solve.fixed_point import FixedPointSolver, unroll
 from spinformer.solve.solution import Solution
-from spinformer.spins.couplings import Couplings, LowRank
+from spinformer.spins.couplings import Couplings
 from spinformer.spins.site import Radius
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import Equilibrium
@@ -94,7 +91,8 @@ class FreeEnergyBlock(nn.Module):
             correlations are those of the approximation, without a second solve. The MLP's output
             counts as a given shift of the field, and dropout as given. Needs ``"symmetric"``
             couplings (``"fixed"`` ones add nothing), a solved equilibrium and the plain stream;
-            takes 1.4 to 1.9 times as long. The report shows the second term.
+            takes 1.4 to 1.7 times as long with mean field and steepest descent, three times with
+            TAP. The report shows the second term.
         stream: what flows between blocks. ``"plain"``: field in, magnetization out.
             ``"magnetization"``: magnetization in (strictly inside the ball, else ``ValueError``),
             lifted by the inverse response, magnetization out. ``"field"``: field in, conjugate
@@ -107,7 +105,8 @@ class FreeEnergyBlock(nn.Module):
             differentiated twice: a second derivative raises. At the fixed point of mean field:
             ``True`` computes them again, in blocks, at every iteration, with memory linear in N and
             two to three times the time; ``"auto"`` does so beyond 1 GiB of couplings and otherwise
-            computes them once. ``False`` writes them down always.
+            computes them once. ``False`` writes them down always. Weights that dropout acts on
+            are written down, whatever is asked for; ``"linear"`` couplings never are.
         beta: inverse temperature at first, one a head (one in all for mixed heads).
         learnable_beta: whether training moves it (its logarithm is the parameter).
         response: ``"exact"`` (Bessel functions) or ``"large_d"`` (closed form). Steepest descent
@@ -118,8 +117,10 @@ class FreeEnergyBlock(nn.Module):
             field: of the block's own system for the first two streams, to the outgoing one for
             ``"field"`` (couplings first, as in a Transformer).
         activation: of every MLP: ``"gelu"``, ``"relu"`` or ``"silu"``.
-        dropout: probability, in training, on coupling weights, hidden units and the MLP's output.
-        norm: ``"layer"`` or ``"rms"``, of what couplings and MLP see.
+        dropout: probability, in training, on coupling weights (``"linear"`` ones have none that are
+            written down), hidden units and the MLP's output.
+        norm: ``"layer"`` or ``"rms"``, of what amortized couplings, the MLP and the learned start
+            see.
         bias: whether linear maps have biases.
         initial: where the solve starts. None: the magnetization without couplings. ``"learned"``:
             the response to a linear map of the normalized tokens (the values). A tensor that
@@ -199,11 +200,17 @@ class FreeEnergyBlock(nn.Module):
         check_choice("heads", heads, ("split", "mixed"))
         check_choice("stream", stream, ("plain", "magnetization", "field"))
         check_choice("derivative", derivative, ("partial", "total"))
-        if not isinstance(fused, bool):
-            check_choice("fused", fused, ("auto",))
+        if not (isinstance(fused, bool) or fused == "auto"):
+            raise ValueError(f"fused={fused!r} must be True, False or 'auto'")
         check_choice("response", response, ("exact", "large_d"))
+        check_choice("norm", norm, tuple(NORMS))
+        check_choice("activation", activation, tuple(ACTIVATIONS))
         check_on_failure(on_failure)
-        check_approximation(approximation, couplings, heads, steps, initial)
+        if steps is not None and not (
+            isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+        ):
+            raise ValueError(f"steps={steps!r} must be None (the fixed point) or an integer >= 1")
+        check_approximation(approximation, couplings, heads, steps, initial, auxiliary)
         if derivative == "total":
             check_total(couplings, stream, steps)
         check_interaction(
@@ -211,6 +218,8 @@ class FreeEnergyBlock(nn.Module):
             couplings,
             heads,
             derivative,
+            steps,
+            fused,
             num_spins,
             correction,
             symmetric_between=symmetric_between,
@@ -218,14 +227,14 @@ class FreeEnergyBlock(nn.Module):
             dim_mixer=dim_mixer,
             dim_correction=dim_correction,
         )
-        if steps is not None and not (isinstance(steps, int) and steps >= 1):
-            raise ValueError(f"steps={steps!r} must be None (the fixed point) or an integer >= 1")
         if not (initial is None or isinstance(initial, (str, Tensor))):
             raise TypeError(f"initial is {type(initial).__name__}: None, 'learned' or a tensor")
         if on_failure == "warn":
             on_failure = WarnOnce()
-        if not beta > 0:
-            raise ValueError(f"beta={beta!r} must be positive")
+        if not 0 < beta < math.inf:
+            raise ValueError(f"beta={beta!r} must be a positive finite number")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout={dropout!r} must be a probability, from 0 to 1")
 
         self.d_model, self.nhead = d_model, nhead
         self.couplings, self.heads, self.stream = couplings, heads, stream
@@ -239,32 +248,29 @@ class FreeEnergyBlock(nn.Module):
         self.site = make_site(approximation, dim, radius, response)
 
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.self_attn: AttentionCouplings | LinearCouplings | FixedInteraction
-        if num_spins is not None:
-            self.self_attn = make_fixed(
-                couplings,
-                num_spins,
-                dim,
-                nhead,
-                symmetric_between,
-                symmetric_within,
-                dim_mixer,
-                activation,
-                dropout,
-                bias,
-                batch_first,
-                **options,
-            )
-        elif couplings == "linear":
-            self.self_attn = LinearCouplings(d_model, nhead, bias, batch_first, **options)
-        else:
-            self.self_attn = AttentionCouplings(
-                d_model, nhead, couplings == "symmetric", dropout, bias, batch_first, **options
-            )
+        self.self_attn: Interaction = make_interaction(
+            couplings,
+            d_model,
+            nhead,
+            dim,
+            num_spins,
+            symmetric_between,
+            symmetric_within,
+            dim_mixer,
+            activation,
+            dropout,
+            bias,
+            batch_first,
+            **options,
+        )
         self.correction = make_correction(
             correction, dim, systems, dim_correction, activation, bias, **options
         )
-        self.norm1 = make_norm(norm, d_model, device, dtype)
+        self.norm1: nn.LayerNorm | nn.RMSNorm | None = None
+        # Other couplings don't read the tokens: a parameter without a gradient would stop training
+        # on several devices.
+        if couplings in AMORTIZED or initial == "learned":
+            self.norm1 = make_norm(norm, d_model, device, dtype)
         self.log_beta = nn.Parameter(torch.empty(systems, **options), requires_grad=learnable_beta)
         self._initial_beta = float(beta)
         self.value: nn.Parameter | None = None
@@ -294,7 +300,7 @@ class FreeEnergyBlock(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
         self.self_attn.reset_parameters()
-        nn.init.constant_(self.log_beta, torch.tensor(self._initial_beta).log().item())
+        nn.init.constant_(self.log_beta, math.log(self._initial_beta))
         for matrix in (self.value, self.out):
             if matrix is not None:
                 nn.init.xavier_uniform_(matrix)
@@ -345,14 +351,13 @@ class FreeEnergyBlock(nn.Module):
         whole = torch.isfinite(tokens.square().sum((-2, -1)))[:, None, None]
         tokens = torch.where(whole, tokens, 0.0)
 
-        normalized = self.norm1(tokens)
-        couplings: Heads | FusedHeads | StreamedHeads | LowRank | BlockMatrix | BlockStrips | Mixing
+        normalized = tokens if self.norm1 is None else self.norm1(tokens)
+        couplings: Mixture
         if isinstance(self.self_attn, AttentionCouplings):
             fused = bool(self.fused) and self.steps is not None and not return_report
             total = self.derivative == "total"
             solved = isinstance(self.approximation, MeanField) and self.steps is None
-            streamed = solved and not total
-            couplings = self.self_attn(normalized, masks, fused, keep=total, streamed=streamed)
+            couplings = self.self_attn(normalized, masks, fused, keep=total, streamed=solved)
         else:
             couplings = self.self_attn(normalized, masks)
         with torch.autocast(x.device.type, enabled=False):
@@ -369,7 +374,7 @@ class FreeEnergyBlock(nn.Module):
         self,
         tokens: Tensor,
         normalized: Tensor,
-        heads: Heads | FusedHeads | StreamedHeads | LowRank | BlockMatrix | BlockStrips | Mixing,
+        heads: Mixture,
         masks: Masks,
         whole: Tensor,
         return_report: bool,
@@ -377,6 +382,7 @@ class FreeEnergyBlock(nn.Module):
         """Magnetization, or conjugate field, as (B, N, d_model) in float32 or better."""
         working = torch.promote_types(tokens.dtype, torch.float32)
         amortization = heads.amortization if isinstance(heads, Heads) else None
+        total = self.derivative == "total"
         field = tokens.to(working)
         if self.stream == "magnetization":
             field = self._lift(field)
@@ -384,7 +390,10 @@ class FreeEnergyBlock(nn.Module):
             field = field + self._mixing(tokens, working)
         heads = heads.with_tensors(*(tensor.to(working) for tensor in heads.tensors()))
         if isinstance(heads, StreamedHeads) and self.fused is not True:
-            heads = heads.kept(always=not self.fused)
+            heads = heads.kept(always=not self.fused, softmax=total)
+        if total and isinstance(heads, StreamedHeads):
+            assert isinstance(self.self_attn, AttentionCouplings)
+            amortization = Amortization.of(heads, self.self_attn.in_proj.weight)
         couplings: Couplings | Mixing = heads
         if self.value is not None:
             assert isinstance(heads, (Heads, FusedHeads, StreamedHeads))
@@ -406,9 +415,12 @@ class FreeEnergyBlock(nn.Module):
         m = equilibrium.magnetization
         out = self._tokens(system.force(m) if self.stream == "field" else m)
         term = None
-        if self.derivative == "total" and isinstance(equilibrium, Equilibrium):
+        if total and isinstance(equilibrium, Equilibrium):
             assert isinstance(couplings, Couplings)
-            term = coupling_term(equilibrium, couplings, amortization, self.norm1, tokens)
+            if amortization is None or self.norm1 is None:
+                term = torch.zeros_like(out)  # parameters don't depend on the tokens
+            else:
+                term = coupling_term(equilibrium, couplings, amortization, self.norm1, tokens)
             out = out + term
         if not return_report:
             return out, None
@@ -480,11 +492,18 @@ class FreeEnergyBlock(nn.Module):
     def _check_masks(self, masks: Masks) -> None:
         if self.couplings == "softmax" or masks.symmetric:
             return
-        if not isinstance(self.approximation, MeanField) or self.couplings == "symmetric":
+        needed = None
+        if not isinstance(self.approximation, MeanField):
+            needed = f"the free energy of {type(self.approximation).__name__} needs"
+        elif self.couplings == "symmetric":
+            needed = "couplings='symmetric' are"
+        elif self.derivative == "total":
+            needed = "derivative='total' needs"
+        if needed is not None:
             raise ValueError(
                 "a causal or otherwise asymmetric mask leaves no symmetric couplings, which "
-                f"couplings={self.couplings!r} with {type(self.approximation).__name__} need: use "
-                "couplings='softmax' with approximation='mean_field'"
+                f"{needed}: use couplings='softmax' with approximation='mean_field' and "
+                "derivative='partial'"
             )
 
     # -- tokens (B, N, d) and systems (B, H, N, d_h) or (B, N, d) ---------------------------------

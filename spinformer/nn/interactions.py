@@ -1,7 +1,4 @@
-"""What mixes the tokens of a block besides attention: which options go together, and who is built.
-
-These kinds are parameters of a fixed number of tokens, and a correction may stand beside any.
-"""
+"""What mixes the tokens of a block: which options go together, and who is built."""
 
 from __future__ import annotations
 
@@ -11,25 +8,39 @@ import torch
 from torch import Tensor
 
 from spinformer.errors import check_choice
-from spinformer.nn.couplings import FixedCouplings
+from spinformer.nn.couplings import (
+    AttentionCouplings,
+    FixedCouplings,
+    FusedHeads,
+    Heads,
+    LinearCouplings,
+)
 from spinformer.nn.matrix_valued import BlockMatrix, BlockStrips, MatrixCouplings
 from spinformer.nn.neural_force import Mixing, Reaction, TokenMixer
-from spinformer.spins.couplings import Couplings
+from spinformer.nn.streamed import StreamedHeads
+from spinformer.spins.couplings import Couplings, LowRank
 
 __all__ = [
+    "AMORTIZED",
     "COUPLINGS",
     "FIXED",
-    "FixedInteraction",
+    "Interaction",
+    "Mixture",
     "check_interaction",
     "make_correction",
-    "make_fixed",
+    "make_interaction",
     "reported_couplings",
 ]
 
-FixedInteraction = FixedCouplings | MatrixCouplings | TokenMixer
+Interaction = AttentionCouplings | LinearCouplings | FixedCouplings | MatrixCouplings | TokenMixer
+"""The module that makes what mixes the tokens in one forward pass, a :data:`Mixture`."""
 
+Mixture = Heads | FusedHeads | StreamedHeads | LowRank | BlockMatrix | BlockStrips | Mixing
+
+# Computed from the tokens, of any number; and parameters of a fixed number of tokens.
+AMORTIZED = ("softmax", "symmetric", "linear")
 FIXED = ("fixed", "matrix", "mixer")
-COUPLINGS = ("softmax", "symmetric", "linear", *FIXED)
+COUPLINGS = (*AMORTIZED, *FIXED)
 
 # Options that only one choice of another option reads.
 _OWNERS = {
@@ -45,6 +56,8 @@ def check_interaction(
     couplings: str,
     heads: str,
     derivative: str,
+    steps: int | None,
+    fused: bool | str,
     num_spins: int | None,
     correction: str,
     **owned: Any,
@@ -53,7 +66,6 @@ def check_interaction(
 
     ``owned``: the options of ``_OWNERS`` that may be None.
     """
-    check_choice("couplings", couplings, COUPLINGS)
     check_choice("correction", correction, ("none", "mlp"))
     if (couplings in FIXED) != (num_spins is not None):
         kinds = ", ".join(map(repr, FIXED))
@@ -75,10 +87,13 @@ def check_interaction(
             "that are written down: use heads='split'; with nhead=1 it is one system of dimension "
             "d_model"
         )
+    if fused is True:
+        _check_fused(approximation, couplings, steps)
     named = f"couplings={couplings!r}" if couplings in ("matrix", "mixer") else "correction='mlp'"
     if (couplings in ("matrix", "mixer") or correction == "mlp") and approximation != "mean_field":
         raise ValueError(
-            f"approximation={approximation!r} with {named}: use approximation='mean_field'"
+            f"approximation={approximation!r} with {named}, which only mean field solves: use "
+            "approximation='mean_field'"
         )
     if derivative == "total" and (couplings == "mixer" or correction == "mlp"):
         named = "correction='mlp'" if correction == "mlp" else "couplings='mixer'"
@@ -88,11 +103,30 @@ def check_interaction(
         )
 
 
-def make_fixed(
+def _check_fused(approximation: str, couplings: str, steps: int | None) -> None:
+    """Raise ``ValueError`` where ``fused=True`` has no couplings that could stay unwritten."""
+    if couplings == "linear":
+        return  # as they always do
+    refused = {
+        "couplings": (couplings, couplings in FIXED, "'softmax' or 'symmetric'"),
+        "approximation": (approximation, approximation != "mean_field", "'mean_field'"),
+        "steps": (steps, steps is not None and couplings == "symmetric", "None"),
+    }
+    for option, (value, wrong, remedy) in refused.items():
+        if wrong:
+            also = f" with couplings={couplings!r}" if option == "steps" else ""
+            raise ValueError(
+                f"fused=True leaves couplings unwritten, and {option}={value!r}{also} writes them "
+                f"down: use {option}={remedy}, or fused='auto'"
+            )
+
+
+def make_interaction(
     couplings: str,
-    num_spins: int,
-    dim: int,
+    d_model: int,
     nhead: int,
+    dim: int,
+    num_spins: int | None,
     symmetric_between: bool | None,
     symmetric_within: bool | None,
     dim_mixer: int | None,
@@ -102,8 +136,18 @@ def make_fixed(
     batch_first: bool,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
-) -> FixedInteraction:
-    """The module of one of :data:`FIXED`, with those of the options that it has."""
+) -> Interaction:
+    """The module of one of :data:`COUPLINGS`, with those of the options that it has.
+
+    ``dim`` is that of a spin. ``num_spins`` is a number for :data:`FIXED`, as checked above.
+    """
+    if couplings == "linear":
+        return LinearCouplings(d_model, nhead, bias, batch_first, device, dtype)
+    if num_spins is None:
+        symmetric = couplings == "symmetric"
+        return AttentionCouplings(
+            d_model, nhead, symmetric, dropout, bias, batch_first, device, dtype
+        )
     if couplings == "matrix":
         return MatrixCouplings(
             num_spins,

@@ -76,6 +76,15 @@ class Masks:
         bias = self.bias if unbonded is None else self.bias.masked_fill(unbonded, 0.0)
         return torch.equal(bias, bias.mT)
 
+    @cached_property
+    def biased(self) -> bool:
+        """Some entry of the bias is not zero: what couplings without logits cannot heed.
+
+        Containers of torch hand a boolean padding mask on as a floating one, whose finite entries
+        are all zero. The answer waits for the device.
+        """
+        return self.bias is not None and bool((self.bias != 0).any())
+
     def ignored(self) -> Tensor | None:
         """Boolean, broadcastable to ``(B, nhead, N, N)``: ``j`` is absent, or blocked to ``i``."""
         if self.absent is None:

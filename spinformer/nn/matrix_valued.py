@@ -434,7 +434,7 @@ def check_fixed_length(kind: str, tokens: Tensor, num_spins: int, masks: Masks) 
             f"x has {length} tokens, couplings={kind!r} of this block are between "
             f"num_spins={num_spins}: pad x, or use amortized couplings"
         )
-    if masks.bias is not None:
+    if masks.biased:
         raise ValueError(
             f"a mask with finite entries biases attention logits, and couplings={kind!r} have "
             "none: pass a boolean mask"

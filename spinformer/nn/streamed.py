@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spinformer.solve.linear import add_transpose
 from spinformer.spins.couplings import Couplings, Dense
 
-__all__ = ["Bonds", "StreamedHeads", "attention_weights"]
+__all__ = ["Bonds", "RowBlock", "StreamedHeads", "attention_weights", "row_blocks"]
 
 # Bytes of a block of weights: a share of a core's own cache, or enough work for a device.
 _BLOCK = 2**20
@@ -82,7 +83,7 @@ def _forbid(logits: Tensor, blocked: Tensor | None, first: int = 0) -> None:
 
 
 @dataclass(frozen=True)
-class _Block:
+class RowBlock:
     """Rows of the weights of some systems: whole sequences, heads of one, or rows of one head."""
 
     batch: slice
@@ -106,6 +107,29 @@ class _Block:
         return part.expand(*sizes, -1, -1).flatten(0, 1)
 
 
+def row_blocks(query: Tensor, entries: int) -> Iterator[RowBlock]:
+    """Cut the weights (B, H, N, N) of queries (B, H, N, d_h) into blocks of so many entries."""
+    batch, nhead, n = query.shape[:3]
+    if batch * n == 0:
+        return
+    rows = max(1, entries // n)
+    if rows >= n * nhead:
+        step = rows // (n * nhead)
+        for b in range(0, batch, step):
+            end = min(b + step, batch)
+            systems = slice(b * nhead, end * nhead)
+            yield RowBlock(slice(b, end), slice(0, nhead), systems, slice(0, n))
+        return
+    step = max(1, rows // n)
+    for b in range(batch):
+        for h in range(0, nhead, step):
+            end = min(h + step, nhead)
+            systems = slice(b * nhead + h, b * nhead + end)
+            for i in range(0, n, rows):
+                part = slice(i, min(i + rows, n))
+                yield RowBlock(slice(b, b + 1), slice(h, end), systems, part)
+
+
 class StreamedHeads(Couplings):
     r"""The couplings of :class:`~spinformer.nn.couplings.AttentionCouplings`, in blocks.
 
@@ -118,6 +142,7 @@ class StreamedHeads(Couplings):
         bonds: which pairs are coupled.
         symmetric: half the sum of the weights and their transpose, instead of the weights.
         weights: their numbers, from :meth:`kept`; None forms them at every application.
+        softmax: of symmetric ones, the numbers before they were symmetrized, likewise.
         transposed: J^T.
     """
 
@@ -129,10 +154,12 @@ class StreamedHeads(Couplings):
         bonds: Bonds,
         symmetric: bool,
         weights: Tensor | None = None,
+        softmax: Tensor | None = None,
         transposed: bool = False,
     ) -> None:
         self._query, self._key, self._strength = query, key, strength
-        self._bonds, self._symmetric, self._weights = bonds, symmetric, weights
+        self._bonds, self._symmetric = bonds, symmetric
+        self._weights, self._softmax = weights, softmax if symmetric else weights
         self._transposed = transposed and not symmetric
 
     @property
@@ -148,28 +175,33 @@ class StreamedHeads(Couplings):
         return self._symmetric
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Queries, keys and strengths; where they are kept also the weights, which follow from
-        these and have no gradient of their own."""
-        given = (self._query, self._key, self._strength)
-        return given if self._weights is None else (*given, self._weights)
+        """Queries, keys and strengths; also the weights that are kept, which follow from these and
+        have no gradient of their own."""
+        return self._query, self._key, self._strength, *self._numbers
 
     def with_tensors(self, *tensors: Tensor) -> StreamedHeads:
-        weights = None if self._weights is None else tensors[3]
-        return self._made(tensors, weights, self._transposed)
+        return self._made(tensors[:3], tensors[3:], self._transposed)
 
-    def kept(self, always: bool = False) -> StreamedHeads:
-        """The same couplings with their weights formed, once, unless those would be too large."""
+    def kept(self, always: bool = False, softmax: bool = False) -> StreamedHeads:
+        """The same couplings with their weights formed, once, unless those would be too large.
+
+        ``softmax`` keeps symmetric ones as they were before, too: derivatives ask for these.
+        """
         shape = (*self.batch_shape, self.num_spins, self.num_spins)
-        if not always and math.prod(shape) * self._query.element_size() > _KEPT:
+        softmax = softmax and self._symmetric
+        size = (1 + softmax) * math.prod(shape) * self._query.element_size()
+        if not always and size > _KEPT:
             return self
         with torch.no_grad():
             weights = self._query.new_empty(shape)
-            flat = weights.flatten(0, 1)
+            formed = torch.empty_like(weights) if softmax else weights
+            flat, flat_formed = weights.flatten(0, 1), formed.flatten(0, 1)
             for block in self._blocks():
-                self._form(block, flat[block.own])
+                self._form(block, flat_formed[block.own])
                 if self._symmetric and block.rows.stop == self.num_spins:
-                    _symmetrize(flat[block.systems])
-        return self._made(self.tensors(), weights, self._transposed)
+                    add_transpose(flat_formed[block.systems], flat[block.systems]).div_(2)
+        numbers = (weights, formed) if softmax else (weights,)
+        return self._made(self.tensors()[:3], numbers, self._transposed)
 
     def apply(self, state: Tensor) -> Tensor:
         if state.shape[:-1] != self._query.shape[:-1] or 0 in state.shape:
@@ -189,24 +221,42 @@ class StreamedHeads(Couplings):
         return self._strength[:, None, None] * self._matrix()
 
     def transpose(self) -> StreamedHeads:
-        return self._made(self.tensors(), self._weights, not self._transposed)
+        return self._made(self.tensors()[:3], self._numbers, not self._transposed)
 
     def symmetrize(self) -> StreamedHeads | Dense:
         return self if self._symmetric else Dense(self.to_dense(), check=False).symmetrize()
 
+    def of(self, query: Tensor, key: Tensor) -> StreamedHeads:
+        """The same couplings as a function of other names of their queries and keys."""
+        return self.with_tensors(query, key, *self.tensors()[2:])
+
+    def attention(self) -> Tensor:
+        """The softmax, before it is symmetrized, (B, H, N, N). Differentiable."""
+        return attention_weights(self._query, self._key, self._bonds)
+
     def _matrix(self) -> Tensor:
         """A, differentiable."""
-        weights = attention_weights(self._query, self._key, self._bonds)
+        weights = self.attention()
         if self._symmetric:
             return (weights + weights.mT) / 2
         return weights.mT if self._transposed else weights
 
+    @property
+    def _numbers(self) -> tuple[Tensor, ...]:
+        """The weights that are kept, and the softmax where that is something else."""
+        if self._weights is None:
+            return ()
+        if not self._symmetric or self._softmax is None:
+            return (self._weights,)
+        return self._weights, self._softmax
+
     def _made(
-        self, tensors: Sequence[Tensor], weights: Tensor | None, transposed: bool
+        self, tensors: Sequence[Tensor], numbers: Sequence[Tensor], transposed: bool
     ) -> StreamedHeads:
-        query, key, strength = tensors[:3]
+        query, key, strength = tensors
+        weights, softmax = (*numbers, None, None)[:2]
         return StreamedHeads(
-            query, key, strength, self._bonds, self._symmetric, weights, transposed
+            query, key, strength, self._bonds, self._symmetric, weights, softmax, transposed
         )
 
     # -- in numbers, without a graph --------------------------------------------------------------
@@ -236,9 +286,8 @@ class StreamedHeads(Couplings):
         scale = 1 / math.sqrt(self._query.shape[-1])
         query, key = scale * self._query.flatten(0, 1), self._key.flatten(0, 1)
         of_query, of_key = torch.empty_like(query), torch.zeros_like(key)
-        kept = None if self._weights is None or self._symmetric else self._weights.flatten(0, 1)
         for block in self._blocks():
-            weights = self._form(block) if kept is None else kept[block.own]
+            weights = self.softmax(block)
             slope = g[block.own] @ x[block.systems].mT
             slope *= weights
             slope.addcmul_(weights, slope.sum(-1, keepdim=True), value=-1)
@@ -246,7 +295,13 @@ class StreamedHeads(Couplings):
             of_key[block.systems] += slope.mT @ query[block.own]
         return (scale * of_query).view_as(self._query), of_key.view_as(self._key)
 
-    def _form(self, block: _Block, out: Tensor | None = None) -> Tensor:
+    def softmax(self, block: RowBlock) -> Tensor:
+        """Rows of the softmax A, (systems, rows, N), to be read only; no graph."""
+        if self._softmax is None:
+            return self._form(block)
+        return self._softmax.flatten(0, 1)[block.own]
+
+    def _form(self, block: RowBlock, out: Tensor | None = None) -> Tensor:
         """The softmax of a block, before it is symmetrized."""
         query = self._query.flatten(0, 1)[block.own] / math.sqrt(self._query.shape[-1])
         bonds = self._bonds
@@ -261,36 +316,9 @@ class StreamedHeads(Couplings):
             weights.masked_fill_(block.part(bonds.silent.to(weights.device)), 0.0)
         return weights
 
-    def _blocks(self) -> Iterator[_Block]:
-        batch, nhead, n = self._query.shape[:3]
-        if batch * n == 0:
-            return
+    def _blocks(self) -> Iterator[RowBlock]:
         size = _BLOCK if self._query.device.type == "cpu" else _DEVICE_BLOCK
-        rows = max(1, size // (n * self._query.element_size()))
-        if rows >= n * nhead:
-            step = rows // (n * nhead)
-            for b in range(0, batch, step):
-                end = min(b + step, batch)
-                systems = slice(b * nhead, end * nhead)
-                yield _Block(slice(b, end), slice(0, nhead), systems, slice(0, n))
-            return
-        step = max(1, rows // n)
-        for b in range(batch):
-            for h in range(0, nhead, step):
-                end = min(h + step, nhead)
-                systems = slice(b * nhead + h, b * nhead + end)
-                for i in range(0, n, rows):
-                    part = slice(i, min(i + rows, n))
-                    yield _Block(slice(b, b + 1), slice(h, end), systems, part)
-
-
-def _symmetrize(weights: Tensor) -> None:
-    """(A + A^T) / 2 in place."""
-    for matrix in weights if weights.shape[-1] > 128 else (weights,):
-        # A transposed copy runs tile by tile, a transposed operand of a sum does not.
-        other = matrix.mT.contiguous()
-        matrix += other
-        matrix /= 2
+        return row_blocks(self._query, size // self._query.element_size())
 
 
 class _OfState(torch.autograd.Function):
@@ -323,6 +351,6 @@ class _OfWeights(torch.autograd.Function):
             return *couplings._pull(grad, state), None
         # New names: the state may itself depend on queries and keys.
         query, key = (t.view_as(t) for t in (couplings._query, couplings._key))
-        y = couplings.with_tensors(query, key, *couplings.tensors()[2:])._matrix() @ state
+        y = couplings.of(query, key)._matrix() @ state
         of_query, of_key = torch.autograd.grad(y, (query, key), grad, create_graph=True)
         return of_query, of_key, None

@@ -149,7 +149,7 @@ class FixedPoint:
             linear.check(
                 self.on_failure,
                 f"the adjoint of the {self.solver} fixed-point iteration",
-                "The gradient is that of the last iterate: raise max_iterations, or keep the "
+                "The gradient is that of the best iterate: raise max_iterations, or keep the "
                 "couplings weaker.",
             )
             value = linear.value * factor
@@ -286,7 +286,7 @@ class _Record:
         converged = self.residual <= self.tolerance
         # An iteration that fails may have run away: the best that it met is worth more than the
         # last. One that never met a number keeps its NaN.
-        failed = ~converged & torch.isfinite(self.residual)
+        failed = ~converged & torch.isfinite(self.lowest)
         if not bool(failed.any()):
             return Solution(self.value, self.residual, self.iterations, converged)
         value = torch.where(failed[..., None, None], self.best, self.value)

@@ -89,8 +89,8 @@ class ConeMinimum:
         response: :math:`\mu = A b` (..., N, D).
         log_det: :math:`\log\det(\operatorname{diag}\tau - K)` (...).
         value: :math:`\Phi` at its minimum (...).
-        broken: systems whose K or b was not finite (...) bool. Their ``inverse`` and ``response``
-            are those of K = 0, b = 0, so that they spoil no sum.
+        broken: systems whose K or b, or their squares, were not finite (...) bool. Their
+            ``inverse`` and ``response`` are those of K = 0, b = 0, so that they spoil no sum.
     """
 
     solution: Solution
@@ -148,10 +148,10 @@ def minimize_in_cone(
     systems = math.prod(batch)
     matrix = matrix.expand(*batch, n, n).reshape(systems, n, n)
     b = b.expand(*batch, n, d).reshape(systems, n, d)
-    # Zero times NaN or infinity is NaN; torch.isfinite takes ten times as long as this.
+    # What has no square has no answer; torch.isfinite of all entries takes ten times as long.
     work = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
-    torch.mul(matrix, 0, out=work)
-    broken = (work.sum((-2, -1)) + (b * 0).sum((-2, -1))).isnan()
+    torch.mul(matrix, matrix, out=work)
+    broken = ~torch.isfinite(work.sum((-2, -1)) + b.square().sum((-2, -1)))
     if bool(broken.any()):
         matrix = matrix.masked_fill(broken[:, None, None], 0.0)
         b = b.masked_fill(broken[:, None, None], 0.0)

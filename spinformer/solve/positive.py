@@ -76,7 +76,8 @@ def positive_factor(matrix: Tensor) -> Tensor:
     """Cholesky factor of positive-definite matrices (..., N, N).
 
     A matrix that rounding has made indefinite gets the smallest of a series of tenfold multiples of
-    its own diagonal added, from rounding upwards, that makes it definite.
+    its own diagonal added, from rounding upwards, that makes it definite. NaN where none does, as
+    where a diagonal has underflowed.
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -87,7 +88,7 @@ def positive_factor(matrix: Tensor) -> Tensor:
         raised.diagonal(dim1=-2, dim2=-1).mul_(1 + ridge)
         factor[failed], info[failed] = torch.linalg.cholesky_ex(raised)
         ridge *= 10
-    return factor
+    return factor if ridge < 1 else torch.where((info > 0)[..., None, None], torch.nan, factor)
 
 
 def cone_hessian(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spinformer.errors import (
-    ConvergenceError,
-    ConvergenceWarning,
-    OnFailure,
-    check_on_failure,
-)
+from spinformer.errors import OnFailure, check_on_failure, report_failure
 
 
 @dataclass(frozen=True)
@@ -52,9 +46,4 @@ class Solution:
             f"(worst residual {float(worst.max()):.3g} after at most "
             f"{int(self.iterations.max())} iterations). {remedy}"
         )
-        if callable(on_failure):
-            on_failure(message)
-            return
-        if on_failure == "raise":
-            raise ConvergenceError(message)
-        warnings.warn(message, ConvergenceWarning, stacklevel=3)
+        report_failure(on_failure, message)

@@ -179,31 +179,38 @@ class SpinSystem:
             )
         return spins if self.mask is None else torch.where(self.mask[..., None], 0.0, spins)
 
-    def isolated(self) -> tuple[SpinSystem, Tensor | None]:
-        """The system with the broken members of the batch set to zero, and which those are.
+    def isolated(self, lost: Tensor | None = None) -> tuple[SpinSystem, Tensor | None]:
+        """The system with the broken members of the batch made free, and which those are.
 
-        A member is broken if its couplings, fields or beta hold NaN or infinity. Its zeros keep it
-        from spoiling the gradients of tensors that it shares with others. None if none is broken.
+        A member is broken if its couplings, fields or beta hold NaN or infinity. It gets no field
+        and beta = 1, which keeps it from spoiling the gradients of tensors that it shares with
+        others, and couplings of zero, unless a sound member shares them. None if none is broken.
+
+        Args:
+            lost: further members to take for broken (...) bool, as those whose beta J overflows.
         """
         couplings = self.couplings
-        axes = len(couplings.batch_shape)
         # Zero times NaN or infinity is NaN, whatever kind of couplings it is in. Couplings that
         # systems share are looked at, and cleared, once for all of those.
         silent = self.field.new_zeros(*couplings.batch_shape, *self.field.shape[-2:])
-        finite = torch.isfinite(couplings.apply(silent)).all(-1).all(-1)
-        sound = finite & torch.isfinite(self.field).all(-1).all(-1) & torch.isfinite(self.beta)
+        sound = torch.isfinite(couplings.apply(silent)).all(-1).all(-1)
+        sound = sound & torch.isfinite(self.field).all(-1).all(-1) & torch.isfinite(self.beta)
+        if lost is not None:
+            sound = sound & ~lost
         if bool(sound.all()):
             return self, None
-        tensors = []
-        for tensor in couplings.tensors():
-            own = finite
-            if tensor.shape[:axes] != couplings.batch_shape:
-                own = finite.all()
-            keep = own.reshape(*own.shape, *[1] * (tensor.ndim - own.ndim))
-            tensors.append(torch.where(keep, tensor, 0.0))
+        # One factor may be shared where another is not: a number that no sound member has is
+        # cleared by itself, and what else a broken member is made of by taking its sites away.
+        tensors = (torch.where(torch.isfinite(t), t, 0.0) for t in couplings.tensors())
+        couplings = couplings.with_tensors(*tensors)
+        unused = sound.long().sum_to_size(couplings.batch_shape) == 0
+        if bool(unused.any()):
+            couplings = couplings.mask(
+                unused[..., None].expand(*couplings.batch_shape, self.num_spins)
+            )
         return (
             SpinSystem(
-                couplings.with_tensors(*tensors),
+                couplings,
                 torch.where(sound[..., None, None], self.field, 0.0),
                 torch.where(sound, self.beta, 1.0),
                 self.site,

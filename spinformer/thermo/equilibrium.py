@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from spinformer.errors import check_choice
+from spinformer.solve.linear import symmetric_eigenvalues
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings import Dense
 from spinformer.spins.system import SpinSystem
@@ -42,6 +43,8 @@ __all__ = [
 CorrelationMethod = Literal["linear_response", "product", "coupling"]
 LogPartition = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+# Up to so many components all of a susceptibility is cheaper than one iterated product with it.
+_DENSE_ROWS = 512
 
 _Self = TypeVar("_Self", bound="Equilibrium")
 _Value = TypeVar("_Value")
@@ -277,13 +280,12 @@ class Equilibrium(abc.ABC):
             IndexError: a site that does not exist.
         """
         if sites is None:
-            everything: Tensor = self._all_susceptibilities()
-            return everything
+            return self._all_susceptibilities()
         n, d = self.system.num_spins, self.system.dim
         columns = [self._column(_site(j, n), b) for j in sites for b in range(d)]
         if not columns:
             return self.system.field.new_zeros(*self.system.batch_shape, n, d, 0, d)
-        return torch.stack(columns, -1).unflatten(-1, (len(columns) // d, d))
+        return torch.stack(columns, -1).reshape(*columns[0].shape, len(columns) // d, d)
 
     @observable
     def _all_susceptibilities(self) -> Tensor:
@@ -293,6 +295,16 @@ class Equilibrium(abc.ABC):
         direction = torch.zeros_like(self.system.field)
         direction[..., site, component] = 1
         return self.susceptibility_product(direction)
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether products with chi are best taken from all of it."""
+        return self.system.num_spins * self.system.dim <= _DENSE_ROWS
+
+    def _dense_product(self, vector: Tensor) -> Tensor:
+        """chi v from all of chi, which is remembered."""
+        product: Tensor = torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
+        return product
 
     @observable
     def local_susceptibility(self) -> Tensor:
@@ -351,7 +363,7 @@ class Equilibrium(abc.ABC):
         chi = self._all_susceptibilities().detach()
         n, d = self.system.num_spins, self.system.dim
         chi = chi.reshape(*self.system.batch_shape, n * d, n * d)
-        values: Tensor = torch.linalg.eigvalsh((chi + chi.mT) / 2)
+        values = symmetric_eigenvalues((chi + chi.mT) / 2)
         if not n:
             return torch.full_like(self.system.beta, torch.inf)
         # An absent site responds with zero, and a spin in a strong field with less than rounding,

@@ -47,6 +47,10 @@ FACTORIES: dict[str, Factory] = {
     "mean-field-written-out": free_energy(steps=2, fused=False),
     "mean-field-mixed-step": free_energy(steps=1, heads="mixed"),
     "mean-field-mixed": free_energy(heads="mixed", beta=0.5),
+    "mean-field-streamed": free_energy(fused=True),
+    "mean-field-linear": free_energy(couplings="linear"),
+    "mean-field-reaction": free_energy(correction="mlp", beta=0.5),
+    "mean-field-mixed-reaction": free_energy(correction="mlp", heads="mixed", steps=2),
     "mean-field-field": free_energy(stream="field", dim_feedforward=6),
     "mean-field-symmetric": free_energy(couplings="symmetric", beta=0.5),
     "mean-field-tied": free_energy(couplings="symmetric", heads="mixed", beta=0.3),
@@ -74,6 +78,9 @@ SMOOTH = (
     "mean-field",
     "mean-field-written-out",
     "mean-field-mixed",
+    "mean-field-streamed",
+    "mean-field-linear",
+    "mean-field-reaction",
     "steepest-descent",
     "steepest-descent-total",
     "mean-field-total",
@@ -83,6 +90,7 @@ SMOOTH = (
 
 # Those that have no answer to an asymmetric mask over pairs, a causal one say, and refuse it.
 SYMMETRIC = (
+    "mean-field-linear",
     "mean-field-symmetric",
     "mean-field-tied",
     "mean-field-total",
@@ -93,6 +101,11 @@ SYMMETRIC = (
     "steepest-descent-total",
     "steepest-descent-shared",
 )
+
+# Those that have no pairs a mask could act on, and refuse all masks but padding.
+PADDING_ONLY = ("mean-field-linear",)
+
+masked_pairs = pytest.mark.parametrize("name", [n for n in FACTORIES if n not in PADDING_ONLY])
 
 
 @pytest.fixture(params=FACTORIES)
@@ -293,6 +306,7 @@ def test_fully_masked_sequence(block, training, grad, return_report):
         )
 
 
+@masked_pairs
 def test_token_that_hears_nobody(block, causal):
     """A row of the mask over pairs may be full: finite, in the gradients too."""
     x = tokens().requires_grad_(True)
@@ -306,6 +320,7 @@ def test_token_that_hears_nobody(block, causal):
         assert value.isfinite().all()
 
 
+@masked_pairs
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_boolean_mask_is_minus_infinity(block, lowest):
     x = tokens()
@@ -323,6 +338,7 @@ def test_boolean_mask_is_minus_infinity(block, lowest):
     torch.testing.assert_close(block(x, src_mask=full, src_key_padding_mask=padding), expected)
 
 
+@masked_pairs
 def test_finite_mask_is_a_bias(block):
     """Zero changes nothing, and a very negative entry approaches a blocked pair."""
     x = tokens()
@@ -340,8 +356,15 @@ def test_asymmetric_mask_is_refused_where_it_has_no_answer(block, causal):
     if causal:
         block(tokens(), is_causal=True)
         return
-    with pytest.raises(ValueError, match="asymmetric mask.*couplings='softmax'"):
+    with pytest.raises(ValueError, match="mask.*'softmax'"):
         block(tokens(), is_causal=True)
+
+
+@pytest.mark.parametrize("name", PADDING_ONLY)
+def test_mask_over_pairs_is_refused_where_there_are_none(block):
+    for mask in (torch.eye(N, dtype=torch.bool), torch.zeros(N, N)):
+        with pytest.raises(ValueError, match="pass a boolean padding mask"):
+            block(tokens(), mask)
 
 
 @pytest.mark.parametrize("name", [name for name in FACTORIES if name not in SYMMETRIC])
@@ -445,7 +468,7 @@ def test_degenerate_tokens(block, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(factory, dtype):
+def test_half_precision(factory, name, dtype):
     exact, block = factory(), factory(dtype=dtype)
     x = tokens(dtype=torch.float32).to(dtype)
     block.load_state_dict(exact.state_dict())
@@ -454,6 +477,7 @@ def test_half_precision(factory, dtype):
     padding[1], padding[2, 3:] = True, True
     pairs = torch.zeros(N, N, dtype=torch.bool)
     pairs[0, 1] = pairs[1, 0] = True
+    pairs = None if name in PADDING_ONLY else pairs
     out = block(x, src_mask=pairs, src_key_padding_mask=padding)
     expected = exact(x.float(), src_mask=pairs, src_key_padding_mask=padding)
     assert out.dtype == dtype

@@ -100,6 +100,25 @@ in_field = pytest.mark.parametrize(
     "case", [c for c in CASES if c.in_field], ids=lambda case: case.name
 )
 
+# Every kind of answer once, for what does not depend on the law of a spin: gradient modes, shapes.
+KINDS = (
+    "mean field, sphere",
+    "TAP, Ising",
+    "TAP, sphere",
+    "adaptive TAP, Ising",
+    "Bethe, Ising",
+    "Bethe, spheres",
+    "SD0, site",
+    "SD0, shared",
+    "SD1, site",
+    "SD1, shared",
+    "exact, Ising",
+    "exact, chain",
+)
+every_kind = pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in KINDS], ids=lambda case: case.name
+)
+
 STEP = 1e-2
 
 
@@ -139,7 +158,7 @@ def quantities(equilibrium: Equilibrium) -> dict[str, Tensor]:
 # --- how it is asked ------------------------------------------------------------------------------
 
 
-@every_case
+@every_kind
 def test_looking_without_gradients_takes_nothing_from_later_ones(case: Case) -> None:
     system = case.system()
     tensors = [system.field.clone().requires_grad_(), system.beta.clone().requires_grad_()]
@@ -162,16 +181,24 @@ def test_looking_without_gradients_takes_nothing_from_later_ones(case: Case) -> 
             close(two, one)
 
 
+@pytest.mark.parametrize("number", [math.nan, 1e308], ids=["NaN", "overflow"])
 @pytest.mark.parametrize("where", ["couplings", "field", "beta"])
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if not isinstance(c.solver, Exact)], ids=lambda case: case.name
+    "case",
+    [c for c in CASES if c.name in KINDS and not isinstance(c.solver, Exact)],
+    ids=lambda case: case.name,
 )
-def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str) -> None:
-    """Two systems, the second broken by NaN in one argument; they share the other arguments."""
+def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str, number: float) -> None:
+    """Two systems, the second broken in one argument; they share the other arguments.
+
+    By NaN, or by a finite number too large to have a square.
+    """
+    if case.name == "Bethe, spheres" and where == "field" and not math.isnan(number):
+        pytest.skip("spheres in fields are refused")
     system = case.system()
     parts = {"couplings": system.couplings.to_dense(), "field": system.field, "beta": system.beta}
     shared = {name: part.clone().requires_grad_() for name, part in parts.items() if name != where}
-    broken = torch.stack([parts[where], torch.full_like(parts[where], torch.nan)])
+    broken = torch.stack([parts[where], torch.full_like(parts[where], number)])
     solver = copy.copy(case.solver)
     if hasattr(solver, "fixed_point"):
         solver.fixed_point = dataclasses.replace(solver.fixed_point, on_failure="ignore")
@@ -196,7 +223,7 @@ def test_a_broken_system_spoils_no_shared_gradient(case: Case, where: str) -> No
             close(found, reference)
 
 
-@every_case
+@every_kind
 def test_inference_mode(case: Case) -> None:
     expected = quantities(case.solve(case.system()))
     with torch.inference_mode():
@@ -305,7 +332,7 @@ def test_parts_of_the_susceptibility(case: Case) -> None:
     close(equilibrium.uniform_susceptibility(), chi.sum((0, 2)))
 
 
-@every_case
+@every_kind
 def test_parts_of_the_susceptibility_in_a_batch(case: Case) -> None:
     """The same of every system, with absent sites left out, and differentiable."""
     _, arguments = stacked(case)
@@ -568,7 +595,7 @@ def test_nobody_is_there(case: Case) -> None:
         assert bool(gradient.isfinite().all())
 
 
-@every_case
+@every_kind
 @pytest.mark.parametrize("empty", ["batch", "sites"])
 def test_empty(case: Case, empty: str) -> None:
     n = 0 if empty == "sites" else case.num_spins
@@ -611,7 +638,7 @@ def test_derivatives(case: Case) -> None:
     assert gradcheck(observables, (matrix, field, beta), atol=1e-5, fast_mode=True)
 
 
-@every_case
+@every_kind
 def test_no_graph_without_gradients(case: Case) -> None:
     system = case.system()
     field = system.field.clone().requires_grad_()

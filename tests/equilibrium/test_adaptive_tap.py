@@ -20,6 +20,7 @@ from spinformer.solve.newton import minimize_in_cone
 from spinformer.spins.couplings import curie_weiss
 from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
+from spinformer.thermo import equilibrium
 
 TIGHT = AdaptiveTAP(tolerance=1e-13)
 
@@ -174,7 +175,7 @@ def test_products_with_the_susceptibility(site: SiteLaw, monkeypatch: pytest.Mon
     given = system(site, 5)
     vector = normal(5, site.dim, seed=9)
     dense = TIGHT.solve(given).susceptibility_product(vector)
-    monkeypatch.setattr(adaptive_tap, "_DENSE_ROWS", 0)
+    monkeypatch.setattr(equilibrium, "_DENSE_ROWS", 0)
     close(TIGHT.solve(given).susceptibility_product(vector), dense)
 
 

@@ -312,3 +312,16 @@ def test_it_says_what_it_cannot_do() -> None:
         FieldDensity(0 * couplings(3), Gaussian(3, 1.2), 1.0).log_normalizer()
     with pytest.raises(ValueError, match="method='exact'"):
         FieldDensity(couplings(3), Ising(), 1.0).log_normalizer("exact")  # type: ignore[arg-type]
+
+
+def test_nobody_has_a_density_of_one() -> None:
+    for site in (Ising(), Sphere(3), Gaussian(2, 0.5)):
+        density = FieldDensity(torch.zeros(0, 0, dtype=torch.float64), site, 0.4)
+        assert density.log_prob(density.sample(3)).tolist() == [0.0] * 3
+
+
+def test_options_are_named() -> None:
+    with pytest.raises(TypeError, match="site=None"):
+        FieldDensity(torch.zeros(2, 2), None, 0.4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_samples=-1"):
+        FieldDensity(torch.zeros(2, 2), Ising(), 0.4).sample(-1)

@@ -307,3 +307,13 @@ def test_wrong_input_is_named() -> None:
         fit_fields(torch.zeros(3, 1), Ising(), 1.0)
     with pytest.raises(ValueError, match="pass samples"):
         spin_moments(torch.zeros(3, 1))
+    with pytest.raises(ValueError, match=r"correlations have shape \(2, 3\)"):
+        fit_moments(torch.zeros(2, 3), Ising())
+    with pytest.raises(ValueError, match=r"magnetization has shape \(2, 1\)"):
+        fit_moments(torch.eye(3), Ising(), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="tolerance=-1"):
+        fit_moments(torch.eye(3), Ising(), tolerance=-1)
+    with pytest.raises(ValueError, match="max_iterations=0"):
+        fit_moments(torch.eye(3), Ising(), max_iterations=0)
+    with pytest.raises(ValueError, match=r"variance=0\.0"):
+        field_moments(torch.zeros(4, 3, 1), 0.0)

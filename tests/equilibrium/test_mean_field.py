@@ -95,7 +95,7 @@ def test_gradients_of_steady_states_of_asymmetric_couplings(generator):
         return sf.MeanField(tolerance=1e-13).solve(system).magnetization
 
     assert gradcheck(magnetization, (j, h, beta))
-    assert gradgradcheck(magnetization, (j, h, beta))
+    assert gradgradcheck(magnetization, (j, h, beta), fast_mode=True)
 
 
 def test_gaussian_spins_end_at_the_largest_eigenvalue():
@@ -186,3 +186,29 @@ def test_spectral_radius_is_the_rate_of_the_iteration():
     # Two iterations, as the leading eigenvalue is negative; corrections are of order 1e-4.
     rate = (errors[5] / errors[3]) ** 0.5
     assert rate == pytest.approx(float(equilibrium.spectral_radius()), rel=1e-3)
+
+
+def test_an_empty_batch_of_large_systems():
+    """Beyond the size up to which the susceptibility is dense."""
+    field = torch.zeros(0, 14, 40, dtype=F64)
+    equilibrium = sf.MeanField().solve(
+        sf.SpinSystem(torch.zeros(14, 14, dtype=F64), field, 1.0, sf.Sphere(40))
+    )
+    assert equilibrium.specific_heat().shape == (0,)
+    assert equilibrium.correlations().shape == (0, 14, 14)
+
+
+@pytest.mark.parametrize("site", [sf.Ising(), sf.LargeDSphere(3)], ids=repr)
+def test_a_system_too_cold_for_its_numbers_is_no_answer(site):
+    """tanh of infinity is a number; log Z and its derivatives are none. Mates are not changed."""
+    j = torch.full((3, 3), 40.0, dtype=F64, requires_grad=True)
+    h = torch.ones(3, site.dim, dtype=F64)
+    solver = sf.MeanField(on_failure="ignore")
+    pair = solver.solve(sf.SpinSystem(j, h, torch.tensor([0.1, 1e308], dtype=F64), site))
+    alone = solver.solve(sf.SpinSystem(j, h, 0.1, site))
+    assert pair.converged.tolist() == [True, False]
+    assert pair.magnetization[1].isnan().all() and pair.spectral_radius()[1].isnan()
+    for name in ("log_partition", "internal_energy"):
+        (found,) = torch.autograd.grad(getattr(pair, name)[0], j, retain_graph=True)
+        (expected,) = torch.autograd.grad(getattr(alone, name), j, retain_graph=True)
+        torch.testing.assert_close(found, expected)

@@ -395,7 +395,8 @@ def test_first_and_second_derivatives(site: SiteLaw) -> None:
     ]
 
     def solve(j: Tensor, h: Tensor, beta: Tensor) -> TAPEquilibrium:
-        return TAP(tolerance=1e-14).solve(sf.SpinSystem(j, h, beta, site, symmetrize=True))
+        solver = TAP("anderson", tolerance=1e-14)
+        return solver.solve(sf.SpinSystem(j, h, beta, site, symmetrize=True))
 
     def state(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         equilibrium = solve(*inputs)
@@ -530,3 +531,13 @@ def test_what_it_refuses() -> None:
         TAP(dampin=0.5)
     with pytest.raises(sf.ConvergenceError, match="1 of 1 systems"):
         TAP(max_iterations=2).solve(random_system(sf.Sphere(2)))
+
+
+def test_spins_that_a_field_holds_answer_with_nothing() -> None:
+    """At beta = 1e4 the variance of an Ising spin is below the smallest number."""
+    system = random_system(sf.Ising(), num_spins=4).replace(beta=1e4)
+    equilibrium = TAP("anderson", on_failure="ignore").solve(system)
+    assert float(equilibrium.susceptibility().abs().max()) < 1e-100
+    for name in ("specific_heat", "spectral_radius"):
+        assert abs(float(getattr(equilibrium, name)())) < 1e-100, name
+    assert float(equilibrium.stability()) > 0 and bool(equilibrium.is_stable)

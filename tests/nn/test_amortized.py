@@ -7,6 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from spinformer.nn import FreeEnergyBlock, amortized
 from spinformer.nn.amortized import norm_pullback
+from spinformer.nn.streamed import Bonds, StreamedHeads, attention_weights
 
 F64 = torch.float64
 D, H, N = 8, 2, 5
@@ -160,7 +161,7 @@ def test_a_system_that_overflows_spoils_no_shared_weight():
     assert all(weight.grad.isfinite().all() for weight in weights)
 
 
-@pytest.mark.parametrize("size", [1, 3 * N, N * N, 3 * N * N, 2**17])
+@pytest.mark.parametrize("size", [1, 3 * N, N * N, 3 * N * N, 2**18])
 @pytest.mark.parametrize("parts", ["values", "matrix", "both"])
 def test_blocks_of_rows_change_nothing(size, parts, generator, monkeypatch):
     """One row at a time, parts of a matrix, several matrices, all: values and derivatives."""
@@ -169,17 +170,16 @@ def test_blocks_of_rows_change_nothing(size, parts, generator, monkeypatch):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=F64).requires_grad_(True)
 
-    projected, logits = draw(2, N, 2, 3, 2), draw(2, 3, N, N)
+    query, key, logits = draw(2, 3, N, 2), draw(2, 3, N, 2), draw(2, 3, N, N)
     attention = logits.softmax(-1).detach().requires_grad_(True)
     values = None if parts == "matrix" else draw(2, 3, N, 4)
     matrix = None if parts == "values" else draw(2, 3, N, N)
-    arguments = (projected, attention, values, matrix)
-    slopes = amortized._LogitPullback.apply(*arguments)
+    arguments = (query, key, attention, values, matrix)
+    slopes = amortized._LogitPullback.apply(*arguments, None)
 
     # Logits q k^T, of which the softmax has A: T is what autograd makes of C.
     pairs = 0.0 if matrix is None else matrix
     pairs = pairs if values is None else pairs + values @ values.mT
-    query, key = projected.detach().permute(2, 0, 3, 1, 4).clone().requires_grad_(True)
     free = attention.detach().log().requires_grad_(True)
     (t,) = torch.autograd.grad(free.softmax(-1), free, pairs.detach())
     expected = torch.stack([t @ key, t.mT @ query]).permute(1, 3, 0, 2, 4)
@@ -189,11 +189,43 @@ def test_blocks_of_rows_change_nothing(size, parts, generator, monkeypatch):
     def function(*given):
         rest = iter(given)
         return amortized._LogitPullback.apply(
-            *(None if x is None else next(rest) for x in arguments)
+            *(None if x is None else next(rest) for x in arguments), None
         )
 
     assert gradcheck(function, given, fast_mode=True)
     assert gradgradcheck(function, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("size", [1, 3 * N, N * N, 2**18])
+@pytest.mark.parametrize("kept", [False, True])
+def test_couplings_in_blocks_pull_back_as_matrices_do(size, kept, generator, monkeypatch):
+    """With a softmax that nobody has written down: values, derivatives, second derivatives."""
+    monkeypatch.setattr(amortized, "_BLOCK", size)
+    query, key = torch.randn(2, 2, 3, N, 2, generator=generator, dtype=F64)
+    values = torch.randn(2, 3, N, 4, generator=generator, dtype=F64)
+    given = [x.clone().requires_grad_(True) for x in (query, key, values)]
+    blocked = torch.zeros(1, 1, N, N, dtype=torch.bool)
+    blocked[..., 0, 3] = blocked[..., 3, 0] = True
+    strength, bonds = torch.ones(3, dtype=F64), Bonds(N, blocked)
+
+    def streamed(query, key, values):
+        heads = StreamedHeads(query, key, strength, bonds, True)
+        heads = heads.kept(softmax=True) if kept else heads
+        return amortized._LogitPullback.apply(query, key, None, values, None, heads)
+
+    def written(query, key, values):
+        attention = attention_weights(query, key, bonds)
+        return amortized._LogitPullback.apply(query, key, attention, values, None, None)
+
+    torch.testing.assert_close(streamed(*given), written(*given))
+    cotangent = torch.randn(2, N, 2, 3, 2, generator=generator, dtype=F64)
+    for graph in (False, True):
+        found, expected = (
+            torch.autograd.grad(function(*given), given, cotangent, create_graph=graph)
+            for function in (streamed, written)
+        )
+        torch.testing.assert_close(found, expected)
+    assert gradgradcheck(streamed, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(D, dtype=F64), nn.RMSNorm(D, 1e-5, dtype=F64)])

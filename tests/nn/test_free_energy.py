@@ -273,8 +273,8 @@ def test_gradients_of_first_and_second_order(options):
         named = dict(zip(dict(block.named_parameters()), values, strict=True))
         return torch.func.functional_call(block, named, (x,))
 
-    assert gradcheck(run, (x, *parameters))
-    assert gradgradcheck(block, (x,))
+    assert gradcheck(run, (x, *parameters), fast_mode=True)
+    assert gradgradcheck(block, (x,), fast_mode=True)
 
 
 def test_warns_once_and_goes_on(x):
@@ -318,6 +318,20 @@ def test_dropout_of_fixed_couplings():
     torch.testing.assert_close(report.couplings, report.couplings.mT)
 
 
+@pytest.mark.parametrize("couplings", ["fixed", "matrix", "mixer"])
+def test_fixed_couplings_inside_torch_encoder(couplings):
+    """It hands the padding mask on as numbers: these couplings have no logits to add them to."""
+    block = FreeEnergyBlock(D, H, couplings=couplings, num_spins=N)
+    encoder = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    x = torch.randn(2, N, D)
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[1, 3:] = True
+    expected = block(block(x, src_key_padding_mask=padding), src_key_padding_mask=padding)
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
+    with pytest.raises(ValueError, match="biases"):
+        block(x, src_key_padding_mask=torch.full((2, N), -0.5))
+
+
 def test_a_sequence_with_nan_keeps_it(x):
     block = block_of(dim_feedforward=6)
     broken = x.clone()
@@ -356,14 +370,25 @@ def test_a_sequence_with_nan_keeps_it(x):
         ({"approximation": "tap"}, "'tap' needs a free energy.*couplings='symmetric'"),
         (
             {"approximation": "adaptive_tap", "couplings": "symmetric", "heads": "mixed"},
-            "'adaptive_tap' has no heads option.*heads='split'",
+            "'adaptive_tap' does not go with heads='mixed'.*heads='split'",
         ),
         ({"approximation": "tap", "couplings": "symmetric", "steps": 1}, "steps=None"),
+        ({"auxiliary": "shard"}, "nearest is 'shared'"),
+        ({"auxiliary": "shared"}, "'mean_field' with auxiliary='shared'"),
         ({"couplings": "fixed"}, "num_spins"),
+        ({"couplings": "fixed", "num_spins": 0}, "num_spins=0 must be at least 1"),
         ({"num_spins": 4}, "num_spins=4"),
         ({"steps": 0}, "steps=0"),
         ({"steps": 2.5}, "steps=2.5"),
+        ({"steps": True}, "steps=True"),
         ({"beta": 0.0}, "beta=0.0"),
+        ({"beta": torch.inf}, "beta=inf"),
+        ({"dropout": 1.5}, "dropout=1.5"),
+        ({"activation": "tanh"}, "activation='tanh'"),
+        ({"fused": 1}, "fused=1 must be True, False or 'auto'"),
+        ({"fused": True, "couplings": "fixed", "num_spins": 4}, "couplings='softmax' or"),
+        ({"fused": True, "couplings": "symmetric", "steps": 2}, "steps=2 with.*fused='auto'"),
+        ({"fused": True, "couplings": "symmetric", "approximation": "tap"}, "'mean_field'"),
         ({"approximation": "meanfield"}, "nearest is 'mean_field'"),
         ({"initial": "learnt"}, "nearest is 'learned'"),
         ({"dim_feedforward": 0}, "dim_feedforward=0"),
@@ -395,7 +420,9 @@ def test_bad_inputs(x):
         block_of(couplings="symmetric")(x, causal)
     with pytest.raises(ValueError, match="couplings='softmax'"):
         block_of(couplings="symmetric", approximation="steepest_descent")(x, is_causal=True)
-    fixed = block_of(couplings="fixed", num_spins=4)
+    fixed = block_of(couplings="fixed", num_spins=4, derivative="total")
+    with pytest.raises(ValueError, match="derivative='total' needs"):
+        fixed(x[:, :4], is_causal=True)
     with pytest.raises(ValueError, match="5 tokens.*num_spins=4"):
         fixed(x)
     with pytest.raises(ValueError, match="biases"):

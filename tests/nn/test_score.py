@@ -38,8 +38,10 @@ def test_score_of_fixed_couplings_is_that_of_the_field_density() -> None:
     block = planted_block(j, beta=1.3)
     x = torch.randn(3, 5, 4, dtype=torch.float64)
     expected = FieldDensity(j, Sphere(4), VARIANCE, 1.3, MeanField()).score(x)
-    assert torch.allclose(field_score(block, x, VARIANCE), expected, atol=1e-9)
-    assert torch.allclose(field_score(block, x, VARIANCE, per_token=True), expected / 5, atol=1e-9)
+    assert torch.allclose(field_score(block, x, VARIANCE), expected, rtol=1e-9, atol=1e-9)
+    assert torch.allclose(
+        field_score(block, x, VARIANCE, per_token=True), expected / 5, rtol=1e-9, atol=1e-9
+    )
     assert field_score(block, x[0], VARIANCE).shape == ()
 
 
@@ -50,9 +52,11 @@ def test_score_adds_up_over_heads(approximation: Any) -> None:
     )
     x = torch.randn(2, 6, 8, dtype=torch.float64)
     _, report = block(x, return_report=True)
-    normal = torch.distributions.Normal(0.0, math.sqrt(VARIANCE))
+    # Of plain numbers the law would be one in float32.
+    zero = torch.zeros((), dtype=torch.float64)
+    normal = torch.distributions.Normal(zero, math.sqrt(VARIANCE))
     expected = normal.log_prob(x).sum((-1, -2)) - 0.7 * report.free_energy.sum(-1)
-    assert torch.allclose(field_score(block, x, VARIANCE), expected, atol=1e-12)
+    assert torch.allclose(field_score(block, x, VARIANCE), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.stochastic
@@ -99,7 +103,7 @@ def test_absent_tokens_do_not_count() -> None:
         beside = field_score(
             block, padded, VARIANCE, src_key_padding_mask=mask, per_token=per_token
         )
-        assert torch.allclose(alone, beside, atol=1e-9)
+        assert torch.allclose(alone, beside, rtol=1e-9, atol=1e-9)
     nothing = field_score(
         block, x, VARIANCE, src_key_padding_mask=torch.ones(1, 5, dtype=torch.bool), per_token=True
     )
@@ -124,7 +128,7 @@ def test_batch_second_is_the_transpose() -> None:
     second.load_state_dict(first.state_dict())
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     found = field_score(second, x.transpose(0, 1), VARIANCE)
-    assert torch.allclose(found, field_score(first, x, VARIANCE), atol=1e-12)
+    assert torch.allclose(found, field_score(first, x, VARIANCE), rtol=1e-12, atol=1e-12)
 
 
 def test_it_says_what_has_no_score() -> None:

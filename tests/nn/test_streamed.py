@@ -15,6 +15,7 @@ F64 = torch.float64
 B, H, N, D = 2, 2, 5, 3
 MATRIX = 8 * N * N  # bytes of one head
 # Everything at once, one sequence, one head, two rows of five, one row.
+KEPT = (None, "weights", "softmax")
 BLOCKS = (2**20, H * MATRIX, MATRIX, 2 * 8 * N, 8)
 
 
@@ -57,12 +58,12 @@ def reference(query, key, strength, state, which, symmetric):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("name", ["all", "causal", "padded", "biased"])
-@pytest.mark.parametrize(("size", "kept"), [*itertools.product(BLOCKS, [False, True])])
+@pytest.mark.parametrize(("size", "kept"), [*itertools.product(BLOCKS, KEPT)])
 def test_products_and_their_derivatives(tensors, monkeypatch, size, kept, name, symmetric):
     monkeypatch.setattr(streamed, "_BLOCK", size)
     which = bonds(name)
     couplings = StreamedHeads(*tensors[:3], which, symmetric)
-    couplings = couplings.kept() if kept else couplings
+    couplings = couplings if kept is None else couplings.kept(softmax=kept == "softmax")
     state = tensors[3]
     product, expected = couplings.apply(state), reference(*tensors, which, symmetric)
     close = {"rtol": 1e-12, "atol": 1e-14}  # sums of five terms of order one

@@ -60,7 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def tiny_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets of a fraction of a second in place of those of ``--quick``."""
     shape = Shape(d_model=16, nhead=2, reference=Size(width=32, layers=2), dropout=0.1)
-    budget = Budget(steps=12, batch_size=16, learning_rate=3e-3, evaluations=3, shift=1)
+    budget = Budget(steps=6, batch_size=16, learning_rate=3e-3, evaluations=3, shift=1)
     for task in QUICK_PLANS:
         monkeypatch.setitem(QUICK_PLANS, task, Plan(shape, budget))
 

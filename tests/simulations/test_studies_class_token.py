@@ -145,8 +145,7 @@ def test_class_is_read_off_the_class_token(variant: str) -> None:
 def test_every_trained_parameter_matters(variant: str) -> None:
     model = build(variant)
     model(torch.randn(2, 28, 28)).square().sum().backward()
-    idle = {name for name, p in model.named_parameters() if p.grad is None}
-    assert idle == {"block.norm1.weight", "block.norm1.bias"}  # nothing there reads the tokens
+    assert all(p.grad is not None and (p.grad != 0).any() for p in model.parameters())
 
 
 def test_bonds_are_those_of_the_report() -> None:

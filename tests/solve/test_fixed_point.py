@@ -227,3 +227,23 @@ def test_a_failed_solve_returns_the_best_that_it_met():
     solution = options.solve(lambda z: 2 * z, start)
     assert torch.equal(solution.value, start) and not bool(solution.converged)
     assert float(solution.residual) == 1e-3
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_also_where_it_runs_away_to_infinity(solver):
+    """z <- z^3 + 2 z from 0.1 overflows within 20 steps; the residual is smallest at the start."""
+    options = FixedPoint(solver, max_iterations=100, on_failure="ignore")
+    start = torch.full((1, 1, 1), 0.1, dtype=F64)
+    solution = options.solve(lambda z: z**3 + 2 * z, start)
+    assert bool(solution.value.isfinite()) and float(solution.residual) <= 0.101 + 1e-15
+
+
+def test_a_gradient_is_finite_where_its_adjoint_runs_away():
+    """f' = 3 at the fixed point 1, where the solve starts: the adjoint grows threefold a step."""
+    a = scalar(-2.0).requires_grad_()
+    options = FixedPoint(max_iterations=2000, on_failure="ignore")
+    value = options.solve(
+        lambda z, a: 3 * z + a, torch.ones(1, 1, 1, dtype=F64), (a.reshape(1, 1, 1),)
+    ).value
+    (gradient,) = torch.autograd.grad(value.sum(), a)
+    assert bool(gradient.isfinite())

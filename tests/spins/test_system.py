@@ -178,3 +178,28 @@ def test_half_precision_is_refused(parts):
     j, h, _ = parts
     with pytest.raises(TypeError, match="bfloat16.*float32 or float64"):
         sf.SpinSystem(j.bfloat16(), h.bfloat16(), site=sf.Sphere(3))
+
+
+def test_isolated_keeps_factors_that_sound_members_share(generator):
+    """NaN in one member's weights; the factor has as many sites as there are members."""
+    left = torch.randn(2, 3, generator=generator, dtype=F64)
+    weights = torch.randn(2, 3, generator=generator, dtype=F64)
+    h = torch.ones(2, 2, 3, dtype=F64)
+    sound = sf.couplings.LowRank(left, weights=weights)
+    spoiled = sound.with_tensors(left, nan_at(weights, 1, 0))
+    clean, broken = sf.SpinSystem(spoiled, h, site=sf.Sphere(3), check_finite=False).isolated()
+    assert broken.tolist() == [False, True]
+    assert torch.equal(clean.couplings.to_dense()[0], sound.to_dense()[0])
+    assert not clean.couplings.to_dense()[1].any()
+
+
+def test_isolated_takes_out_what_a_solver_lost(parts):
+    j, h, _ = parts
+    system = sf.SpinSystem(j[0], h, torch.tensor([0.7, 1e308], dtype=F64), sf.Sphere(3))
+    clean, broken = system.isolated(torch.tensor([False, True]))
+    assert broken.tolist() == [False, True]
+    assert clean.beta.tolist() == [0.7, 1.0]
+    assert not clean.field[1].any()
+    assert torch.equal(clean.couplings.to_dense(), system.couplings.to_dense())  # shared
+    alone = sf.SpinSystem(j, h, site=sf.Sphere(3)).isolated(torch.tensor([False, True]))[0]
+    assert not alone.couplings.to_dense()[1].any()
