@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import spinformer
 from simulations.data import Dataset, Examples, describe, load_digits, load_fashion
 from simulations.models import count_parameters
-from simulations.options import add_digits, add_jobs, add_seeds
-from simulations.runs import write_json
+from simulations.options import add_digits, add_fresh, add_jobs, add_seeds
+from simulations.runs import RunStore, run_all, write_json
 from simulations.tables import align
 from simulations.training import (
     Budget,
+    Progress,
+    Trained,
     evaluation_batches,
     generator_for,
-    learning_rate_factor,
-    make_optimizer,
+    optimize,
     training_batches,
 )
 from spinformer.nn import BlockReport, FreeEnergyBlock
@@ -64,8 +62,8 @@ MOMENTS = (0.0, 0.1, 0.3, 1.0)
 BUDGET = Budget(steps=600, batch_size=64, learning_rate=1e-3, evaluations=12, shift=1)
 QUICK_BUDGET = Budget(steps=30, batch_size=32, learning_rate=2e-3, evaluations=3, shift=1)
 
-# One stream of random numbers for each purpose; training_batches has its own.
-_INIT, _BLOCK = 100, 101
+# The stream of random numbers of the initial parameters; training_batches has its own.
+_INIT = 100
 
 
 class ClassTokenClassifier(nn.Module):
@@ -126,16 +124,6 @@ class ClassTokenClassifier(nn.Module):
             return couplings(torch.empty(1, SITES, DIM), Masks()).norms()[0].tolist()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run and all that decides its outcome."""
-
-    task: str
-    variant: str
-    seed: int
-    budget: Budget
-
-
 def evaluate(model: ClassTokenClassifier, dataset: Dataset, side: Examples) -> dict[str, Any]:
     """Loss (nats), accuracy, and how the solves went, over one side of the split."""
     loss, hits = 0.0, 0
@@ -163,76 +151,76 @@ def evaluate(model: ClassTokenClassifier, dataset: Dataset, side: Examples) -> d
     }
 
 
-def train(run: Run, dataset: Dataset) -> dict[str, Any]:
-    """Train one classifier; its last state is tested once.
+@dataclass(frozen=True)
+class Run:
+    """One run: a variant on a data set with a seed. It satisfies :class:`simulations.runs.Job`."""
 
-    The same seed gives every variant the same batches and shifts.
-    """
-    torch.set_num_threads(1)
-    budget = run.budget
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator_for(run.seed, _INIT).initial_seed())
-        model = ClassTokenClassifier(run.variant, dataset.classes)
-    optimizer = make_optimizer(model, budget)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, budget.steps, budget.warmup)
-    )
-    batches = training_batches(dataset, budget, run.seed)
-    evaluate_at = {
-        round(budget.steps * (i + 1) / budget.evaluations) for i in range(budget.evaluations)
-    }
-    look_at = {round(share * budget.steps) for share in MOMENTS}
-    curve: list[dict[str, float]] = []
-    moments = [{"step": 0, "bonds": model.bonds()}]
-    durations: list[float] = []
-    running, since = 0.0, 0
-    for step in range(1, budget.steps + 1):
-        batch = next(batches)
-        model.train()
-        start = time.process_time()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch.inputs), batch.labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
-        optimizer.step()
-        schedule.step()
-        durations.append(time.process_time() - start)
-        running, since = running + float(loss.detach()), since + 1
-        if step in evaluate_at:
-            found = evaluate(model, dataset, dataset.validation)
-            curve.append(
-                {
+    task: str
+    variant: str
+    seed: int
+    budget: Budget
+
+    @property
+    def label(self) -> str:
+        """The name of the variant."""
+        return self.variant
+
+    @property
+    def recipe(self) -> str:
+        """The options of the variant's block."""
+        return repr(VARIANTS[self.variant])
+
+    def settings(self) -> dict[str, Any]:
+        """The run as plain numbers and strings."""
+        return asdict(self)
+
+    def train(self, dataset: Dataset, progress: Progress) -> Trained:
+        """Train one classifier; its last state is tested once.
+
+        The same seed gives every variant the same batches and shifts.
+        """
+        torch.set_num_threads(1)
+        budget = self.budget
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_for(self.seed, _INIT).initial_seed())
+            model = ClassTokenClassifier(self.variant, dataset.classes)
+        batches = training_batches(dataset, budget, self.seed)
+        look_at = {round(share * budget.steps) for share in MOMENTS}
+        curve: list[dict[str, float]] = []
+        moments = [{"step": 0, "bonds": model.bonds()}]
+        durations: list[float] = []
+        losses: list[float] = []
+        # Time on the processor, which other programs on the machine don't add to.
+        steps = optimize(
+            model, budget, batches, lambda batch: model(batch.inputs), time.process_time
+        )
+        for step, loss, seconds in steps:
+            durations.append(seconds)
+            losses.append(loss)
+            point = None
+            if step in budget.evaluate_at():
+                found = evaluate(model, dataset, dataset.validation)
+                point = {
                     "step": step,
-                    "train_loss": running / since,
+                    "train_loss": statistics.fmean(losses),
                     "validation_loss": found["loss"],
                     "validation_accuracy": found["accuracy"],
                     "iterations": found["iterations_mean"],
                 }
-            )
-            running, since = 0.0, 0
-        if step in look_at:
-            moments.append({"step": step, "bonds": model.bonds()})
-    return {
-        **asdict(run),
-        "parameters": count_parameters(model),
-        "curve": curve,
-        "moments": moments if model.bonds() is not None else None,
-        "test": evaluate(model, dataset, dataset.test),
-        "ms_per_step": 1e3 * statistics.median(durations),
-    }
-
-
-def train_all(
-    runs: Sequence[Run], datasets: dict[str, Dataset], workers: int
-) -> Iterator[dict[str, Any]]:
-    """Records of the runs in their order, ``workers`` at a time; 0 trains in this process."""
-    sets = [datasets[run.task] for run in runs]
-    if workers == 0:
-        yield from map(train, runs, sets)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(runs)), mp_context=context) as pool:
-        yield from pool.map(train, runs, sets)
+                losses.clear()
+                curve.append(point)
+            if step in look_at:
+                moments.append({"step": step, "bonds": model.bonds()})
+            progress(step, point)
+        record = {
+            **self.settings(),
+            "parameters": count_parameters(model),
+            "curve": curve,
+            "moments": moments if model.bonds() is not None else None,
+            "test": evaluate(model, dataset, dataset.test),
+            "ms_per_step": 1e3 * statistics.median(durations),
+        }
+        return record, model.state_dict()
 
 
 class ClassToken:
@@ -256,13 +244,14 @@ class ClassToken:
         )
         add_seeds(parser, 2, 1)
         add_jobs(parser)
+        add_fresh(parser)
         add_digits(parser)
         parser.add_argument(
             "--fashion", type=Path, metavar="DIR", help="folder of Fashion-MNIST's four .gz files"
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Train every variant, then write ``results.json`` and the figures."""
+        """Train what is not trained yet, then write ``results.json`` and the figures."""
         started = time.monotonic()
         tasks = TASKS if args.task == "all" else (args.task,)
         budget = QUICK_BUDGET if args.quick else BUDGET
@@ -276,26 +265,19 @@ class ClassToken:
             )
         for dataset in datasets.values():
             print(*describe(dataset), sep="\n")
+        # Seed by seed, so that an interrupted study has every variant at an equal number of seeds.
         runs = [
             Run(task, variant, args.seed + i, budget)
+            for i in range(seeds)
             for task in tasks
             for variant in dict.fromkeys(args.variants)
-            for i in range(seeds)
         ]
-        records: list[dict[str, Any]] = []
-        with tqdm(total=len(runs), unit="run") as bar:
-            for record in train_all(runs, datasets, args.jobs):
-                records.append(record)
-                bar.update()
-                bar.write(
-                    f"{record['task']} {record['variant']} seed {record['seed']}: "
-                    f"{record['parameters']:,} parameters, "
-                    f"{100 * record['test']['accuracy']:.2f} % test accuracy, "
-                    f"{record['ms_per_step']:.0f} ms a step"
-                )
+        outcome = run_all(runs, RunStore(args.out, datasets), args.jobs, fresh=args.fresh)
+        finished = {record["task"] for record in outcome.records}
         results = {
             "study": self.name,
             "versions": {"spinformer": spinformer.__version__, "torch": torch.__version__},
+            **outcome.summary(),
             "tasks": {
                 task: {
                     "title": TITLES[task],
@@ -307,17 +289,19 @@ class ClassToken:
                     "sources": dataset.sources,
                 }
                 for task, dataset in datasets.items()
+                if task in finished
             },
             "grid": GRID,
-            "runs": records,
+            "runs": outcome.records,
         }
         write_json(args.out / "results.json", results)
-        print(table(records))
-        # The figures' library is loaded by those who draw: workers import this module too.
-        drawn = importlib.import_module("simulations.class_token_plots").draw(results, args.out)
-        print("figures:", ", ".join(str(path) for path in drawn))
+        if outcome.records:
+            print(f"\n{table(outcome.records)}\n")
+            # The figures' library is loaded by those who draw: workers import this module too.
+            drawn = importlib.import_module("simulations.class_token_plots").draw(results, args.out)
+            print("figures:", ", ".join(str(path) for path in drawn))
         print(f"results: {args.out / 'results.json'} ({time.monotonic() - started:.0f} s)")
-        return 0
+        return outcome.status()
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

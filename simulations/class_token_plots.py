@@ -67,9 +67,10 @@ def _accuracy(results: dict[str, Any]) -> Figure:
         axis.set_ylabel("accuracy [%]", fontsize=9)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         clean(axis)
-    seeds = len({run["seed"] for run in results["runs"]})
+    counts = {len(runs) for task in tasks for v in shown if (runs := _runs(results, task, v))}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     title = "Validation accuracy while training"
-    title += f" (line: mean over {seeds} seeds, band: extremes)" if seeds > 1 else " (one seed)"
+    title += " (one seed)" if seeds == "1" else f"\nline: mean over {seeds} seeds; band: extremes"
     figure.suptitle(title, fontsize=11)
     figure.legend(
         handles=[Line2D([], [], label=LABELS[v], **STYLES[v]) for v in shown],

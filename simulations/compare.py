@@ -103,37 +103,10 @@ class Compare:
     def run(self, args: argparse.Namespace) -> int:
         """Train what is not trained yet, then write the table, ``results.json`` and the figures."""
         started = time.monotonic()
-        tasks = TASKS if args.task == "all" else (args.task,)
-        seeds = args.seeds if args.seeds is not None else (1 if args.quick else 3)
-        plans = QUICK_PLANS if args.quick else PLANS
-        blocks = tuple(dict.fromkeys(args.blocks))
-        datasets = load(tasks, args)
-        for dataset in datasets.values():
-            print(*describe(dataset), sep="\n")
-
-        sizes = {task: match(plans[task].shape, datasets[task], blocks) for task in tasks}
-        # Seed by seed, so that an interrupted study has every block at an equal number of seeds.
-        jobs = [
-            Job(
-                task,
-                block,
-                args.seed + i,
-                plans[task].shape,
-                sizes[task][block],
-                plans[task].budget,
-            )
-            for i in range(seeds)
-            for task in tasks
-            for block in blocks
-        ]
-        store = RunStore(args.out, {task: datasets[task].sources for task in tasks})
-        outcome = run_all(jobs, datasets, store, args.jobs, fresh=args.fresh)
-        if outcome.reused:
-            print(f"{outcome.reused} of {len(jobs)} runs were finished before and are not repeated")
-
-        results = summarize(outcome, datasets, jobs)
+        datasets, _, _, outcome = train(args, tuple(dict.fromkeys(args.blocks)))
+        results = summarize(outcome, datasets)
         write_json(args.out / "results.json", results)
-        table = "\n\n".join(render(results, task) for task in tasks if task in results["tasks"])
+        table = "\n\n".join(render(results, task) for task in results["tasks"])
         if table:
             with replaced(args.out / "table.txt") as partial:
                 partial.write_text(table + "\n", encoding="utf-8")
@@ -142,16 +115,32 @@ class Compare:
             drawn = importlib.import_module("simulations.plots").draw(results, args.out)
             print("figures:", ", ".join(str(path) for path in drawn))
         print(f"results: {args.out / 'results.json'} ({time.monotonic() - started:.0f} s)")
-        if outcome.interrupted:
-            print(
-                f"interrupted: {len(outcome.records)} of {len(jobs)} runs are done and kept; the "
-                "same command goes on with the others"
-            )
-            return 130
-        return 1 if outcome.failures else 0
+        return outcome.status()
 
 
 STUDY = Compare()
+
+
+def train(
+    args: argparse.Namespace, blocks: Sequence[str]
+) -> tuple[dict[str, Dataset], list[Job], RunStore, Outcome]:
+    """Train what is not trained yet of these blocks, on the tasks and seeds of the options."""
+    tasks = TASKS if args.task == "all" else (args.task,)
+    seeds = args.seeds if args.seeds is not None else (1 if args.quick else 3)
+    plans = QUICK_PLANS if args.quick else PLANS
+    datasets = load(tasks, args)
+    for dataset in datasets.values():
+        print(*describe(dataset), sep="\n")
+    sizes = {task: match(plans[task].shape, datasets[task], blocks) for task in tasks}
+    # Seed by seed, so that an interrupted study has every block at an equal number of seeds.
+    jobs = [
+        Job(task, block, args.seed + i, plans[task].shape, sizes[task][block], plans[task].budget)
+        for i in range(seeds)
+        for task in tasks
+        for block in blocks
+    ]
+    store = RunStore(args.out, datasets)
+    return datasets, jobs, store, run_all(jobs, store, args.jobs, fresh=args.fresh)
 
 
 def load(tasks: Sequence[str], args: argparse.Namespace) -> dict[str, Dataset]:
@@ -194,9 +183,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def summarize(
-    outcome: Outcome, datasets: Mapping[str, Dataset], jobs: Sequence[Job]
-) -> dict[str, Any]:
+def summarize(outcome: Outcome, datasets: Mapping[str, Dataset]) -> dict[str, Any]:
     """Everything that ``results.json`` holds: what was run on what, rows of the table, records."""
     tasks: dict[str, Any] = {}
     for task, dataset in datasets.items():
@@ -228,13 +215,7 @@ def summarize(
             "python": platform.python_version(),
         },
         "cores": os.cpu_count(),
-        "interrupted": outcome.interrupted,
-        "jobs": len(jobs),
-        "finished": len(outcome.records),
-        "failures": [
-            {"task": job.task, "block": job.block, "seed": job.seed, "reason": reason}
-            for job, reason in outcome.failures
-        ],
+        **outcome.summary(),
         "tasks": tasks,
         "runs": outcome.records,
     }

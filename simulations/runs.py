@@ -17,14 +17,14 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from tqdm import tqdm
 
 import spinformer
 from simulations.data import Dataset
-from simulations.models import recipe
-from simulations.training import DivergedError, Job, train
+from simulations.training import Budget, DivergedError, Progress, Trained
 
 _REPORT_EVERY = 0.2  # seconds between two messages of a worker
 
@@ -57,6 +56,40 @@ def write_json(path: Path, content: Any) -> None:
         partial.write_text(text + "\n", encoding="utf-8")
 
 
+class Job(Protocol):
+    """One run and all that decides its outcome; equal jobs are one run. It must go by pickle."""
+
+    @property
+    def task(self) -> str:
+        """The name of its data set."""
+
+    @property
+    def label(self) -> str:
+        """The name of what is trained."""
+
+    @property
+    def seed(self) -> int:
+        """Of every random choice."""
+
+    @property
+    def budget(self) -> Budget:
+        """Its steps, and how they are taken."""
+
+    @property
+    def recipe(self) -> str:
+        """What the label stands for, as text: a run counts no longer when that has changed."""
+
+    def settings(self) -> dict[str, Any]:
+        """All else that decides the outcome, as plain numbers and strings."""
+
+    def train(self, dataset: Dataset, progress: Progress) -> Trained:
+        """Do it; a :class:`DivergedError` ends this run and no other.
+
+        The record has ``record["test"]["accuracy"]`` and ``record["ms_per_step"]``, and an
+        evaluation that is passed to ``progress`` has ``"validation_accuracy"``.
+        """
+
+
 @functools.lru_cache(maxsize=1)
 def _code() -> str:
     """Hash of the library's and the studies' sources: after an edit, earlier runs don't count."""
@@ -73,12 +106,12 @@ class RunStore:
 
     Args:
         out: the study's directory.
-        sources: of each task, the hashes of the files that were read.
+        datasets: the data of each task.
     """
 
-    def __init__(self, out: Path, sources: Mapping[str, dict[str, str]]) -> None:
+    def __init__(self, out: Path, datasets: Mapping[str, Dataset]) -> None:
         self.directory = out / "runs"
-        self.sources = sources
+        self.datasets = datasets
 
     def identity(self, job: Job) -> dict[str, Any]:
         """All that decides a run's outcome; two jobs with equal identities are one run."""
@@ -86,15 +119,15 @@ class RunStore:
             "code": _code(),
             "torch": torch.__version__,
             "job": job.settings(),
-            "block": recipe(job.block),
-            "sources": self.sources[job.task],
+            "recipe": job.recipe,
+            "sources": self.datasets[job.task].sources,
         }
 
     def name(self, job: Job) -> str:
         """File name of a run, without ending."""
         text = json.dumps(self.identity(job), sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"{job.task}-{job.block}-seed{job.seed}-{key}"
+        return f"{job.task}-{job.label}-seed{job.seed}-{key}"
 
     def state_path(self, job: Job) -> Path:
         """Where the trained parameters of a run lie."""
@@ -126,118 +159,122 @@ class Outcome:
     """What came of a list of jobs.
 
     Attributes:
-        records: of the finished jobs, in the order of the list, those found on disk included.
+        jobs: the list.
+        done: the records of the finished jobs, those found on disk included.
         failures: ``(job, reason)`` of the jobs that did not finish by a fault of their own.
         interrupted: True if the user stopped the study before all jobs were done.
-        reused: how many records were found on disk.
     """
 
-    records: list[dict[str, Any]] = field(default_factory=list)
+    jobs: Sequence[Job]
+    done: dict[Job, dict[str, Any]] = field(default_factory=dict)
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
-    reused: int = 0
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the finished jobs, in the order of the list."""
+        return [self.done[job] for job in self.jobs if job in self.done]
+
+    def summary(self) -> dict[str, Any]:
+        """What ``results.json`` says of the runs as a whole."""
+        return {
+            "interrupted": self.interrupted,
+            "jobs": len(self.jobs),
+            "finished": len(self.done),
+            "failures": [
+                {"task": job.task, "label": job.label, "seed": job.seed, "reason": reason}
+                for job, reason in self.failures
+            ],
+        }
+
+    def status(self) -> int:
+        """Exit status of the study; an interrupted one says how it goes on."""
+        if self.interrupted:
+            print(
+                f"interrupted: {len(self.done)} of {len(self.jobs)} runs are done and kept; the "
+                "same command goes on with the others"
+            )
+            return 130
+        return 1 if self.failures else 0
 
 
-def label(job: Job) -> str:
+def _title(job: Job) -> str:
     """How a run is called on the terminal."""
-    return f"{job.task} {job.block} seed {job.seed}"
+    return f"{job.task} {job.label} seed {job.seed}"
 
 
-def run_all(
-    jobs: Sequence[Job],
-    datasets: Mapping[str, Dataset],
-    store: RunStore,
-    workers: int,
-    *,
-    fresh: bool = False,
-    quiet: bool = False,
-) -> Outcome:
+def run_all(jobs: Sequence[Job], store: RunStore, workers: int, *, fresh: bool) -> Outcome:
     """Do the jobs that are not done, ``workers`` at a time, and return the records of all.
 
     Args:
         jobs: what to run.
-        datasets: the data of each task.
-        store: where finished runs lie.
+        store: where the data and the finished runs are.
         workers: processes at a time; 0 runs everything in this process, for a debugger (the peak
             memory then means little).
         fresh: do finished runs again.
-        quiet: no progress bar.
 
     A key press of Ctrl-C ends the runs that are under way and returns what is finished.
     """
-    outcome = Outcome()
-    done: dict[Job, dict[str, Any]] = {}
+    outcome = Outcome(jobs)
     for job in jobs:
         record = None if fresh else store.load(job)
         if record is not None:
-            done[job] = record
-    outcome.reused = len(done)
-    waiting = [job for job in jobs if job not in done]
+            outcome.done[job] = record
+    if outcome.done:
+        print(f"{len(outcome.done)} of {len(jobs)} runs were finished before and are not repeated")
+    waiting = [job for job in jobs if job not in outcome.done]
 
-    with tqdm(
-        total=sum(job.budget.steps for job in waiting),
-        unit="step",
-        disable=quiet,
-        smoothing=0.05,
-        mininterval=0.5,
-    ) as bar:
-        monitor = _Monitor(bar, store, done, outcome, at_once=max(1, min(workers, len(waiting))))
+    steps = sum(job.budget.steps for job in waiting)
+    with tqdm(total=steps, unit="step", smoothing=0.05, mininterval=0.5) as bar:
+        monitor = _Monitor(bar, store, outcome, at_once=max(1, min(workers, len(waiting))))
         try:
             if workers == 0:
-                _run_here(waiting, datasets, monitor)
+                _run_here(waiting, monitor)
             else:
-                _run_in_processes(waiting, datasets, workers, monitor)
+                _run_in_processes(waiting, workers, monitor)
         except KeyboardInterrupt:
             outcome.interrupted = True
-    outcome.records = [done[job] for job in jobs if job in done]
     return outcome
 
 
+@dataclass
 class _Monitor:
     """What happens when a run moves on, ends or fails, wherever it runs."""
 
-    def __init__(
-        self,
-        bar: tqdm[Any],
-        store: RunStore,
-        done: dict[Job, dict[str, Any]],
-        outcome: Outcome,
-        at_once: int,
-    ) -> None:
-        self.bar = bar
-        self.store = store
-        self.done = done
-        self.outcome = outcome
-        self.at_once = at_once
-        self._steps: dict[Job, int] = {}
+    bar: tqdm[Any]
+    store: RunStore
+    outcome: Outcome
+    at_once: int
+    steps: dict[Job, int] = field(default_factory=dict)
 
     def moved(self, job: Job, step: int, point: dict[str, float] | None) -> None:
-        self.bar.update(step - self._steps.get(job, 0))
-        self._steps[job] = step
+        self.bar.update(step - self.steps.get(job, 0))
+        self.steps[job] = step
         if point is not None:
             accuracy = 100 * point["validation_accuracy"]
-            self.bar.set_postfix_str(f"{label(job)}: {accuracy:.1f} % validation")
+            self.bar.set_postfix_str(f"{_title(job)}: {accuracy:.1f} % validation")
 
     def finished(self, job: Job, record: dict[str, Any]) -> None:
         record["at_once"] = self.at_once
         self.store.save(job, record)
-        self.done[job] = record
+        self.outcome.done[job] = record
         accuracy, pace = 100 * record["test"]["accuracy"], record["ms_per_step"]
-        self.bar.write(f"{label(job)}: {accuracy:.2f} % test accuracy, {pace:.1f} ms a step")
+        self.bar.write(f"{_title(job)}: {accuracy:.2f} % test accuracy, {pace:.1f} ms a step")
 
     def failed(self, job: Job, reason: str) -> None:
         self.outcome.failures.append((job, reason))
         # The bar counts what is still to come.
-        self.bar.total -= job.budget.steps - self._steps.get(job, 0)
-        self.bar.write(f"{label(job)} FAILED: {reason}")
+        self.bar.total -= job.budget.steps - self.steps.get(job, 0)
+        self.bar.write(f"{_title(job)} FAILED: {reason}")
 
 
-def _run_here(jobs: Sequence[Job], datasets: Mapping[str, Dataset], monitor: _Monitor) -> None:
+def _run_here(jobs: Sequence[Job], monitor: _Monitor) -> None:
     threads = torch.get_num_threads()
     try:
         for job in jobs:
             try:
-                record, state = train(job, datasets[job.task], _reporter(monitor, job))
+                dataset = monitor.store.datasets[job.task]
+                record, state = job.train(dataset, functools.partial(monitor.moved, job))
             except DivergedError as error:
                 monitor.failed(job, str(error))
             else:
@@ -247,20 +284,14 @@ def _run_here(jobs: Sequence[Job], datasets: Mapping[str, Dataset], monitor: _Mo
         torch.set_num_threads(threads)
 
 
-def _reporter(monitor: _Monitor, job: Job) -> Callable[[int, dict[str, float] | None], None]:
-    return lambda step, point: monitor.moved(job, step, point)
-
-
-def _run_in_processes(
-    jobs: Sequence[Job], datasets: Mapping[str, Dataset], workers: int, monitor: _Monitor
-) -> None:
+def _run_in_processes(jobs: Sequence[Job], workers: int, monitor: _Monitor) -> None:
     context = multiprocessing.get_context("spawn")
     waiting = list(jobs)
     running: dict[Connection, tuple[Job, SpawnProcess]] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = {task: Path(directory) / task for task in {job.task for job in jobs}}
         for task, file in files.items():
-            file.write_bytes(pickle.dumps(datasets[task]))
+            file.write_bytes(pickle.dumps(monitor.store.datasets[task]))
         try:
             while waiting or running:
                 while waiting and len(running) < workers:
@@ -322,7 +353,7 @@ def _work(sender: Connection, job: Job, data: Path, state_path: Path) -> None:
             sender.send(("moved", (step, point)))
 
     try:
-        record, state = train(job, dataset, progress)
+        record, state = job.train(dataset, progress)
     except DivergedError as error:
         sender.send(("failed", str(error)))
     else:

@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import spinformer
-from simulations.compare import PLANS, QUICK_PLANS, TASKS, load, match, spread
-from simulations.data import Dataset, describe
+from simulations import compare
+from simulations.compare import TASKS, spread
+from simulations.data import Dataset
 from simulations.figures import band, blank, clean, save
 from simulations.models import Classifier
 from simulations.options import add_digits, add_fresh, add_jobs, add_seeds, add_texts
-from simulations.runs import RunStore, run_all, write_json
+from simulations.runs import RunStore, write_json
 from simulations.tables import align
-from simulations.training import _INIT, Job, evaluation_batches, generator_for
+from simulations.training import Job, evaluation_batches
 from spinformer.nn import Encoder, FreeEnergyBlock
 
 # Okabe and Ito's palette; style and marker for print in grey.
@@ -277,49 +278,27 @@ def _of_masked(layer: Any, x: Tensor, absent: Tensor | None) -> tuple[Tensor, Te
 
 def train(args: argparse.Namespace, results: dict[str, Any]) -> int:
     """Train every pair of blocks on every task and seed; fills ``results["tasks"]``."""
-    tasks = TASKS if args.task == "all" else (args.task,)
-    seeds = args.seeds if args.seeds is not None else (1 if args.quick else 3)
-    plans = QUICK_PLANS if args.quick else PLANS
-    datasets = load(tasks, args)
-    for dataset in datasets.values():
-        print(*describe(dataset), sep="\n")
     blocks = [block for pair in PAIRS.values() for block in pair]
-    sizes = {task: match(plans[task].shape, datasets[task], ("plain", *blocks)) for task in tasks}
-    jobs = [
-        Job(task, block, args.seed + i, plans[task].shape, sizes[task][block], plans[task].budget)
-        for i in range(seeds)
-        for task in tasks
-        for block in blocks
-    ]
-    store = RunStore(args.out, {task: datasets[task].sources for task in tasks})
-    outcome = run_all(jobs, datasets, store, args.jobs, fresh=args.fresh)
-    finished = {
-        (record["job"]["task"], record["job"]["block"], record["job"]["seed"]): record
-        for record in outcome.records
-    }
+    datasets, jobs, store, outcome = compare.train(args, blocks)
     results["tasks"] = {}
-    for task in tasks:
-        entry: dict[str, Any] = {"title": datasets[task].title, "approximations": {}}
+    for task, dataset in datasets.items():
+        entry: dict[str, Any] = {"title": dataset.title, "approximations": {}}
         for approximation, pair in PAIRS.items():
             both = {}
             for derivative, block in zip(DERIVATIVES, pair, strict=True):
                 done = [
-                    (job, finished[job.task, job.block, job.seed])
+                    (job, outcome.done[job])
                     for job in jobs
-                    if (job.task, job.block) == (task, block)
-                    and (job.task, job.block, job.seed) in finished
+                    if (job.task, job.block) == (task, block) and job in outcome.done
                 ]
                 if done:
-                    both[derivative] = _row(done, datasets[task], store)
+                    both[derivative] = _row(done, dataset, store)
             if len(both) == 2:
                 entry["approximations"][approximation] = both
         results["tasks"][task] = entry
         print(f"\n{task}: {entry['title']}\n{render(entry)}\n")
-    results["failures"] = [f"{job.block}, seed {job.seed}: {why}" for job, why in outcome.failures]
-    if outcome.interrupted:
-        print("interrupted: the same command goes on with the runs that are left")
-        return 130
-    return 1 if outcome.failures else 0
+    results |= outcome.summary()
+    return outcome.status()
 
 
 def _row(
@@ -328,9 +307,7 @@ def _row(
     """What the runs of one block give, and the terms in its models before and after training."""
     before, after = [], []
     for job, _ in done:
-        model = Classifier.build(
-            job.block, job.shape, job.size, dataset, generator_for(job.seed, _INIT)
-        ).eval()
+        model = job.initial(dataset).eval()
         before.append(_in_model(model, dataset))
         model.load_state_dict(torch.load(store.state_path(job), weights_only=True))
         after.append(_in_model(model, dataset))

@@ -8,6 +8,7 @@ same for every block with that seed, and a run gives the same numbers on its own
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +22,13 @@ from torch import Tensor, nn
 
 from simulations.data import Dataset, Examples
 from simulations.measure import PeakMemory
-from simulations.models import Batch, Classifier, Shape, Size, Trace, count_parameters
+from simulations.models import Batch, Classifier, Shape, Size, Trace, count_parameters, recipe
+
+Progress = Callable[[int, dict[str, float] | None], None]
+"""Called as ``progress(steps_done, evaluation or None)`` after every step."""
+
+Trained = tuple[dict[str, Any], dict[str, Tensor]]
+"""The record of a run, ready for JSON, and the state of its model."""
 
 # Mean and standard deviation of the pixels of MNIST's training images.
 _PIXEL_MEAN, _PIXEL_STD = 0.1307, 0.3081
@@ -59,10 +66,14 @@ class Budget:
     shift: int = 0
     label_smoothing: float = 0.0
 
+    def evaluate_at(self) -> set[int]:
+        """The steps after which the validation side is evaluated."""
+        return {round(self.steps * (i + 1) / self.evaluations) for i in range(self.evaluations)}
+
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a block on a data set with a seed, and everything that decides its outcome."""
+    """One run: a block on a data set with a seed. It satisfies :class:`simulations.runs.Job`."""
 
     task: str
     block: str
@@ -72,11 +83,40 @@ class Job:
     budget: Budget
     threads: int = 1
 
+    @property
+    def label(self) -> str:
+        """The name of the block."""
+        return self.block
+
+    @property
+    def recipe(self) -> str:
+        """The source of the block's factory."""
+        return recipe(self.block)
+
     def settings(self) -> dict[str, Any]:
         """The job as plain numbers and strings; threads are left out: they change no outcome."""
         settings = asdict(self)
         del settings["threads"]
         return settings
+
+    def initial(self, dataset: Dataset) -> Classifier:
+        """The classifier before training."""
+        generator = generator_for(self.seed, _INIT)
+        return Classifier.build(self.block, self.shape, self.size, dataset, generator)
+
+    def train(self, dataset: Dataset, progress: Progress) -> Trained:
+        """Train one classifier; select the step by the validation accuracy; test that one once.
+
+        The median time of a step is reported, since other programs on the machine only ever add
+        to it.
+
+        Raises:
+            DivergedError: if the loss is no longer finite.
+        """
+        # Dropout inside a block draws from the global state, which is put back.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_for(self.seed, _BLOCKS).initial_seed())
+            return _train(self, dataset, progress)
 
 
 class DivergedError(RuntimeError):
@@ -270,89 +310,72 @@ def _along_depth(layers: list[dict[str, Tensor]], name: str) -> list[float] | No
     return [float(layer[name].double().mean()) for layer in layers]
 
 
-def train(
-    job: Job, dataset: Dataset, progress: Callable[[int, dict[str, float] | None], None]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Train one classifier; select the step by the validation accuracy; test that one once.
+def optimize(
+    model: nn.Module,
+    budget: Budget,
+    batches: Iterator[Batch],
+    logits: Callable[[Batch], Tensor],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[int, float, float]]:
+    """Take the steps of a budget; yields ``(steps done, loss, seconds)`` after each.
 
     The time of a step is the time of its forward pass, backward pass and update; drawing the batch
-    and evaluating are left out. Its median over the run is reported, since other programs on the
-    machine only ever add to it.
-
-    Args:
-        job: what to train.
-        dataset: the data of ``job.task``.
-        progress: called as ``progress(steps_done, evaluation or None)`` after every step.
-
-    Returns:
-        The record of the run, ready for JSON, and the state of the selected model.
+    is left out, and what is done between two steps.
 
     Raises:
         DivergedError: if the loss is no longer finite.
     """
-    # Dropout inside a block draws from the global state, which is put back.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator_for(job.seed, _BLOCKS).initial_seed())
-        return _train(job, dataset, progress)
-
-
-def _train(
-    job: Job, dataset: Dataset, progress: Callable[[int, dict[str, float] | None], None]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    torch.set_num_threads(job.threads)
-    budget = job.budget
-    model = Classifier.build(
-        job.block, job.shape, job.size, dataset, generator_for(job.seed, _INIT)
-    )
     optimizer = make_optimizer(model, budget)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, budget.steps, budget.warmup)
     )
-    dropout = generator_for(job.seed, _DROPOUT)
-    batches = training_batches(dataset, budget, job.seed)
-    evaluate_at = {
-        round(budget.steps * (i + 1) / budget.evaluations) for i in range(budget.evaluations)
-    }
-
-    curve: list[dict[str, float]] = []
-    durations: list[float] = []
-    best: dict[str, Tensor] = {}
-    best_point: dict[str, float] = {}
-    running = 0.0
-    since = 0
-    memory = PeakMemory()
     for step in range(1, budget.steps + 1):
         batch = next(batches)
         model.train()
-        start = time.perf_counter()
+        start = clock()
         optimizer.zero_grad()
-        loss = F.cross_entropy(
-            model(batch, dropout), batch.labels, label_smoothing=budget.label_smoothing
-        )
+        loss = F.cross_entropy(logits(batch), batch.labels, label_smoothing=budget.label_smoothing)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
         optimizer.step()
         schedule.step()
         value = float(loss.detach())
-        durations.append(time.perf_counter() - start)
+        seconds = clock() - start
         if not math.isfinite(value):
             raise DivergedError(
-                f"the loss of block {job.block!r} on {job.task} (seed {job.seed}) is {value} at "
-                f"step {step}: lower the learning rate ({budget.learning_rate})"
+                f"the loss is {value} at step {step}: lower the learning rate "
+                f"({budget.learning_rate})"
             )
-        running += value
-        since += 1
+        yield step, value, seconds
+
+
+def _train(job: Job, dataset: Dataset, progress: Progress) -> Trained:
+    torch.set_num_threads(job.threads)
+    budget = job.budget
+    model = job.initial(dataset)
+    dropout = generator_for(job.seed, _DROPOUT)
+    batches = training_batches(dataset, budget, job.seed)
+
+    curve: list[dict[str, float]] = []
+    durations: list[float] = []
+    losses: list[float] = []
+    best: dict[str, Tensor] = {}
+    best_point: dict[str, float] = {}
+    memory = PeakMemory()
+    for step, loss, seconds in optimize(model, budget, batches, lambda b: model(b, dropout)):
+        durations.append(seconds)
+        losses.append(loss)
         point = None
-        if step in evaluate_at:
+        if step in budget.evaluate_at():
             validation = evaluate(model, dataset, dataset.validation)
             point = {
                 "step": step,
                 "seconds": sum(durations),
-                "train_loss": running / since,
+                "train_loss": statistics.fmean(losses),
                 "validation_loss": validation["loss"],
                 "validation_accuracy": validation["accuracy"],
             }
-            running, since = 0.0, 0
+            losses.clear()
             curve.append(point)
             if not best_point or _better(point, best_point):
                 best_point = point

@@ -6,6 +6,7 @@ import argparse
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,3 +82,27 @@ def compare(files: dict[str, Path], tiny_plans: None) -> Callable[..., int]:
         return study.run(parser.parse_args(words))
 
     return run
+
+
+@pytest.fixture
+def failing_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
+    """``failing_on(JOBS, N, ERROR)``: the N-th training of such jobs (from 1) raises.
+
+    Returns the count of trainings begun.
+    """
+
+    def prepare(jobs: type, number: int, error: type[BaseException]) -> Callable[[], int]:
+        train = jobs.train
+        count = 0
+
+        def wrapped(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                raise error("on purpose")
+            return train(*args)
+
+        monkeypatch.setattr(jobs, "train", wrapped)
+        return lambda: count
+
+    return prepare

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from simulations import class_token, data
-from simulations.class_token import SITES, ClassToken, ClassTokenClassifier
+from simulations.class_token import SITES, ClassToken, ClassTokenClassifier, Run
 from simulations.data import DataError, load_fashion, read_idx
 from simulations.models import count_parameters
 from simulations.training import Budget
@@ -217,3 +217,76 @@ def test_seed_decides(study: Callable[..., int], tmp_path: Path) -> None:
         (run,) = json.loads((tmp_path / out / "results.json").read_text())["runs"]
         found.append({name: run[name] for name in ("curve", "moments", "test")})
     assert found[0] == found[1]
+
+
+def test_interrupt_keeps_what_is_done(
+    study: Callable[..., int],
+    failing_on: Callable[..., Callable[[], int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count = failing_on(Run, 2, KeyboardInterrupt)
+    words = ("--task", "all", "--variants", "matrix")
+    assert study(tmp_path, *words) == 130
+    assert "1 of 2 runs are done and kept" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["interrupted"]
+    assert list(results["tasks"]) == ["digits"]
+    (kept,) = results["runs"]
+    assert (tmp_path / "accuracy.png").is_file()
+    # The model that was tested is there.
+    (path,) = (tmp_path / "runs").glob("*.pt")
+    model = build("matrix")
+    model.load_state_dict(torch.load(path, weights_only=True))
+    assert model.bonds() == kept["moments"][-1]["bonds"]
+
+    assert study(tmp_path, *words) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert not results["interrupted"]
+    assert results["runs"][0] == kept
+    assert [run["task"] for run in results["runs"]] == ["digits", "fashion"]
+    assert count() == 3
+    study(tmp_path, "--task", "digits", "--variants", "matrix", "--fresh")
+    assert count() == 4
+
+
+def test_interrupt_before_anything_is_done(
+    study: Callable[..., int], failing_on: Callable[..., Callable[[], int]], tmp_path: Path
+) -> None:
+    failing_on(Run, 1, KeyboardInterrupt)
+    assert study(tmp_path, "--task", "digits", "--variants", "matrix") == 130
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["tasks"] == {}
+    assert results["runs"] == []
+
+
+def test_a_changed_variant_is_another_run(
+    study: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--task", "digits", "--variants", "matrix")
+    study(tmp_path, *words)
+    changed = {"couplings": "matrix", "symmetric_within": False}
+    monkeypatch.setitem(class_token.VARIANTS, "matrix", changed)
+    study(tmp_path, *words)
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 2
+
+
+def test_a_failed_run_stops_no_other(
+    study: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = ClassTokenClassifier.fields
+    # A block without bonds gives logits that are not numbers.
+    monkeypatch.setattr(
+        ClassTokenClassifier,
+        "forward",
+        lambda self, images: (
+            self.head(fields(self, images)[:, -1]) * (1.0 if self.bonds() else float("nan"))
+        ),
+    )
+    words = ("--task", "digits", "--variants", "mixer_mlp", "matrix")
+    assert study(tmp_path, *words) == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    (failure,) = results["failures"]
+    assert failure["label"] == "mixer_mlp"
+    assert "the loss is nan at step 1" in failure["reason"]
+    assert [run["variant"] for run in results["runs"]] == ["matrix"]

@@ -15,12 +15,11 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from simulations import runs
 from simulations.__main__ import main
 from simulations.models import BLOCKS, Classifier, Shape, Size
 from simulations.runs import replaced
 from simulations.study import STUDIES, get_study
-from simulations.training import DivergedError
+from simulations.training import DivergedError, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("learning_curves.png", "accuracy_over_time.png", "rank_along_depth.png")
@@ -69,13 +68,13 @@ def test_finished_runs_are_not_repeated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[tuple[str, int]] = []
-    train = runs.train
+    train = Job.train
 
-    def counted(job: Any, *rest: Any) -> Any:
+    def counted(job: Job, *rest: Any) -> Any:
         calls.append((job.block, job.seed))
         return train(job, *rest)
 
-    monkeypatch.setattr(runs, "train", counted)
+    monkeypatch.setattr(Job, "train", counted)
     common = ("--task", "digits", "--blocks", "plain")
     compare(tmp_path, *common)
     compare(tmp_path, *common, "energy_descent")
@@ -118,31 +117,13 @@ def test_saved_state_loads(compare: Callable[..., int], tmp_path: Path) -> None:
     model.load_state_dict(state)
 
 
-def failing_on(
-    monkeypatch: pytest.MonkeyPatch, number: int, error: type[BaseException]
-) -> Callable[[], int]:
-    """Let the training number ``number`` (from 1) raise; returns the count of trainings."""
-    train = runs.train
-    count = 0
-
-    def wrapped(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == number:
-            raise error("on purpose")
-        return train(*args)
-
-    monkeypatch.setattr(runs, "train", wrapped)
-    return lambda: count
-
-
 def test_interrupt_keeps_what_is_done(
     compare: Callable[..., int],
+    failing_on: Callable[..., Callable[[], int]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    count = failing_on(monkeypatch, 2, KeyboardInterrupt)
+    count = failing_on(Job, 2, KeyboardInterrupt)
     words = ("--task", "digits", "--blocks", "plain", "energy_descent")
     assert compare(tmp_path, *words) == 130
     assert "1 of 2 runs are done and kept" in capsys.readouterr().out
@@ -156,21 +137,21 @@ def test_interrupt_keeps_what_is_done(
 
 
 def test_interrupt_before_anything_is_done(
-    compare: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compare: Callable[..., int], failing_on: Callable[..., Callable[[], int]], tmp_path: Path
 ) -> None:
-    failing_on(monkeypatch, 1, KeyboardInterrupt)
+    failing_on(Job, 1, KeyboardInterrupt)
     assert compare(tmp_path, "--task", "digits", "--blocks", "plain") == 130
     assert results_in(tmp_path)["tasks"] == {}
 
 
 def test_a_failed_run_stops_no_other(
-    compare: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compare: Callable[..., int], failing_on: Callable[..., Callable[[], int]], tmp_path: Path
 ) -> None:
-    failing_on(monkeypatch, 1, DivergedError)
+    failing_on(Job, 1, DivergedError)
     words = ("--task", "digits", "--blocks", "plain", "energy_descent")
     assert compare(tmp_path, *words) == 1
     results = results_in(tmp_path)
-    assert [failure["block"] for failure in results["failures"]] == ["plain"]
+    assert [failure["label"] for failure in results["failures"]] == ["plain"]
     assert list(results["tasks"]["digits"]["blocks"]) == ["energy_descent"]
 
 

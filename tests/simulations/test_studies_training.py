@@ -21,7 +21,6 @@ from simulations.training import (
     generator_for,
     learning_rate_factor,
     shifted,
-    train,
     training_batches,
 )
 
@@ -56,7 +55,7 @@ def silent(step: int, point: dict[str, float] | None) -> None:
 
 @pytest.mark.parametrize(("task", "chance"), [("sentiment", 0.5), ("digits", 0.1)])
 def test_training_learns(task: str, chance: float, request: pytest.FixtureRequest) -> None:
-    record, _ = train(job(task), request.getfixturevalue(task), silent)
+    record, _ = job(task).train(request.getfixturevalue(task), silent)
     assert record["test"]["accuracy"] > chance + 0.2
     assert [point["step"] for point in record["curve"]] == [15, 30, 45, 60]
     assert record["selected"]["validation_accuracy"] == max(
@@ -67,10 +66,10 @@ def test_training_learns(task: str, chance: float, request: pytest.FixtureReques
 def test_same_seed_same_run_and_other_seed_other_run(digits: Dataset) -> None:
     short = Budget(steps=5, batch_size=16, learning_rate=1e-3, evaluations=1, shift=1)
     torch.manual_seed(0)
-    first, state = train(job("digits", 0, short), digits, silent)
+    first, state = job("digits", 0, short).train(digits, silent)
     torch.manual_seed(1)  # the global state plays no part
-    second, _ = train(job("digits", 0, short), digits, silent)
-    other, _ = train(job("digits", 1, short), digits, silent)
+    second, _ = job("digits", 0, short).train(digits, silent)
+    other, _ = job("digits", 1, short).train(digits, silent)
     for record in (first, second, other):
         for point in record["curve"]:
             del point["seconds"]
@@ -78,7 +77,7 @@ def test_same_seed_same_run_and_other_seed_other_run(digits: Dataset) -> None:
     assert first["test"] == second["test"]
     assert first["curve"] != other["curve"]
     # The saved state is the model that was tested.
-    model = Classifier.build("plain", SHAPE, SHAPE.reference, digits, generator_for(9, 0))
+    model = job("digits", 9).initial(digits)
     model.load_state_dict(state)
     result = training.evaluate(model, digits, digits.test)
     assert result["accuracy"] == first["test"]["accuracy"]
@@ -139,8 +138,8 @@ def test_a_loss_that_is_not_finite_is_loud(
     monkeypatch.setattr(
         Classifier, "classify", lambda self, x, absent: self.head(x.mean(dim=1)) * math.nan
     )
-    with pytest.raises(DivergedError, match=r"'plain' on digits \(seed 0\) is nan at step 1"):
-        train(job("digits"), digits, silent)
+    with pytest.raises(DivergedError, match="the loss is nan at step 1: lower the learn"):
+        job("digits").train(digits, silent)
 
 
 def test_peak_memory_sees_what_was_held_and_freed() -> None:
