@@ -46,7 +46,7 @@ from spinformer.spins.site import Gaussian, Ising, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.equilibrium import DerivedEquilibrium, Equilibrium, outside_inference_mode
 
-__all__ = ["Exact"]
+__all__ = ["Exact", "components"]
 
 # A piece of log Z: K (systems, N, N), b (systems, N, D) -> (systems,).
 _Part = Callable[[Tensor, Tensor], Tensor]
@@ -191,7 +191,7 @@ class Exact:
         label = torch.full(fields.shape, -1, device=fields.device)
         magnetized = torch.zeros_like(fields)
         singles = []
-        for number, tree in enumerate(_components(sites, neighbours)):
+        for number, tree in enumerate(components(sites, neighbours)):
             inside = list(tree)
             label[inside] = number
             in_field = bool(fields[inside].any())
@@ -310,10 +310,10 @@ def _evaluate(groups: Sequence[_Group], couplings: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _components(sites: Sequence[int], neighbours: list[list[int]]) -> list[dict[int, int]]:
+def components(sites: Sequence[int], neighbours: list[list[int]]) -> list[dict[int, int]]:
     """Connected components, each as {site: the neighbour it was reached from}, parents first."""
     seen: set[int] = set()
-    components = []
+    found = []
     for start in sites:
         if start in seen:
             continue
@@ -325,8 +325,8 @@ def _components(sites: Sequence[int], neighbours: list[list[int]]) -> list[dict[
                     tree[there] = here
                     queue.append(there)
         seen.update(tree)
-        components.append(tree)
-    return components
+        found.append(tree)
+    return found
 
 
 def _around(start: int, neighbours: list[list[int]]) -> list[int]:

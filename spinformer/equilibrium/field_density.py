@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from scipy.sparse import csgraph
 from torch import Tensor
 
-from spinformer.equilibrium.exact import Exact
+from spinformer.equilibrium.exact import Exact, components
 from spinformer.errors import (
     OnFailure,
     check_choice,
@@ -478,9 +477,10 @@ def _forest_spins(
             f"{system.couplings!r}: draw them by Monte Carlo and use observe(spins)"
         )
     dense = system.beta[..., None, None] * system.couplings.to_dense()
-    bonds = (dense.reshape(-1, *dense.shape[-2:]) != 0).any(0).cpu().numpy()
-    components, label = csgraph.connected_components(bonds, directed=False)
-    if bonds.sum() // 2 != len(bonds) - components:
+    bonds = (dense.reshape(-1, *dense.shape[-2:]) != 0).any(0)
+    neighbours = [row.nonzero().flatten().tolist() for row in bonds]
+    trees = components(range(len(bonds)), neighbours)
+    if int(bonds.sum()) // 2 != len(bonds) - len(trees):
         raise ValueError(
             f"FieldDensity.sample draws spins of {system.site!r} on chains, trees and forests "
             f"(Ising spins up to N = {MOST_ENUMERATED} on any graph), and the bonds of these "
@@ -489,13 +489,10 @@ def _forest_spins(
         )
     silent = system.field.new_zeros(num_samples, *system.field.shape)
     spins = list(silent.unbind(-2))
-    for component in range(components):
-        root = int((label == component).argmax())
-        order, parents = csgraph.breadth_first_order(bonds, root, directed=False)
-        for site in order.tolist():
+    for tree in trees:
+        for site, parent in tree.items():
             b = silent[..., 0, :]
-            if site != root:
-                parent = int(parents[site])
+            if site != parent:
                 b = dense[..., site, parent, None] * spins[parent]
             spins[site] = system.site.sample(b, generator)
     return torch.stack(spins, -2)

@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -557,6 +556,10 @@ def _maximize(
             value = ridge / 2 * x[:num_pairs].square().sum() - log_likelihood(*parameters.unpack(x))
             (gradient,) = torch.autograd.grad(value, x)
         return float(value.detach()), gradient.cpu().numpy()
+
+    # Imported where it is needed: scipy's optimizers take longer to import than the rest of this
+    # package, and few callers come here.
+    from scipy.optimize import minimize  # noqa: PLC0415
 
     # ftol = 0: it is the gradient that decides, not how little the likelihood still changes.
     options: dict[str, Any] = {"maxiter": max_iterations, "ftol": 0.0, "gtol": tolerance / 2}

@@ -443,7 +443,7 @@ def _sum_outer(left: Tensor, right: Tensor, like: Tensor) -> Tensor:
 
 def _symmetric_part(matrix: Tensor) -> Tensor:
     """In the place of the matrix."""
-    flat = matrix.view(-1, *matrix.shape[-2:])
+    flat = matrix.view(matrix.shape[:-2].numel(), *matrix.shape[-2:])
     add_transpose(flat, flat).div_(2)
     return matrix
 

@@ -144,9 +144,10 @@ class _LogitPullback(torch.autograd.Function):
         of_query, of_key = (x.flatten(0, 1) for x in grads[0].permute(2, 0, 3, 1, 4))
         q, k = query.flatten(0, 1), key.flatten(0, 1)
         query_bar, key_bar = torch.empty_like(q), k.new_zeros(k.mT.shape)
-        attention_bar = None if attention is None else torch.empty_like(attention)
-        values_bar = None if values is None else torch.zeros_like(values)
-        matrix_bar = None if matrix is None else torch.empty_like(matrix)
+        # Not in the layout of what they belong to: blocks are written to them by flat systems.
+        attention_bar = None if attention is None else attention.new_empty(attention.shape)
+        values_bar = None if values is None else values.new_zeros(values.shape)
+        matrix_bar = None if matrix is None else matrix.new_empty(matrix.shape)
         for block in _blocks(query):
             own, systems = block.own, block.systems
             a, c = pairs.softmax(block), pairs.correlations(block)
@@ -216,8 +217,8 @@ class _Pairs:
 
 
 def _flat(matrices: Tensor) -> Tensor:
-    """(B, H, N, N) as (B * H, N, N), the same memory."""
-    return matrices.view(-1, *matrices.shape[-2:])
+    """(B, H, N, N) as (B * H, N, N), the same memory where it is in one piece."""
+    return matrices.flatten(0, 1)
 
 
 def _part(states: Tensor, block: RowBlock) -> Tensor:

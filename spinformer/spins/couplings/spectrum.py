@@ -47,8 +47,8 @@ def leading_eigenvector(
     Raises:
         ConvergenceError: ARPACK gives up.
     """
-    # The one import inside a function: scipy's sparse solvers take longer to import than all of
-    # this package may (0.3 s), and few callers come here.
+    # Imported where it is needed: scipy's sparse solvers take longer to import than all of this
+    # package may (0.3 s), and few callers come here.
     from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh  # noqa: PLC0415
 
     # A fixed start: the same couplings give the same answer, alone or in a batch, and the global
