@@ -92,8 +92,16 @@ def clocked(function: Callable[[], torch.Tensor]) -> tuple[float, float]:
 
 
 def pass_of(layer: nn.Module, x: torch.Tensor) -> Callable[[], tuple[float, float]]:
-    """A forward and backward pass, clocked."""
-    return lambda: clocked(lambda: layer(x))
+    """A forward and backward pass, clocked, of new tokens like x every time.
+
+    Of the same tokens again, steepest descent with a shared t would know the eigenvectors.
+    """
+
+    def call() -> tuple[float, float]:
+        tokens = torch.randn_like(x)
+        return clocked(lambda: layer(tokens))
+
+    return call
 
 
 def sweep(axis: str, sizes: Sequence[int], repeats: int) -> Rows:

@@ -63,7 +63,7 @@ from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
 from spinformer.solve.linear import solve_each, symmetric_eigenvalues
 from spinformer.solve.newton import minimize_in_cone
-from spinformer.solve.positive import KnownInverse, KnownLogDet, cholesky_inverse
+from spinformer.solve.positive import cholesky_inverse, known_inverse, known_log_det
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings.entries import flatten_blocks
 from spinformer.spins.site import Gaussian, LargeDSphere, SiteLaw
@@ -262,7 +262,7 @@ class _CavityVariance(torch.autograd.Function):
         v, chi, k, scaled = ctx.saved_tensors
         (grad,) = grads
         if torch.is_grad_enabled():
-            scaled = KnownInverse.apply(_precision(v, chi, k), scaled)
+            scaled = known_inverse(_precision(v, chi, k), scaled)
         own = scaled.diagonal(dim1=-2, dim2=-1)
         lever = _lever(scaled, chi) / own[..., :, None]
         pull = (grad[..., None, :] @ lever.square())[..., 0, :]
@@ -409,9 +409,9 @@ class _Cavities:
         return self._join(mean, cavity)
 
     def _known_log_det(self, precision: Tensor) -> Tensor:
-        inverse = KnownInverse.apply(precision, self.scaled_covariance)
+        inverse = known_inverse(precision, self.scaled_covariance)
         value = 2 * self._factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        log_det: Tensor = KnownLogDet.apply(precision, inverse, value)
+        log_det = known_log_det(precision, inverse, value)
         return log_det
 
     def attach(self, k: Tensor, external: Tensor, solution: Solution) -> Tensor:
@@ -435,7 +435,7 @@ class _Cavities:
     def amplification(self, m: Tensor, v: Tensor, k: Tensor, external: Tensor) -> Tensor:
         r""":math:`T = \chi^{-2} - (A\circ A)^{-1} = \partial V_i/\partial\chi_j`, (..., N, N)."""
         chi = self._moments(m, v, k, external)[1]
-        scaled = KnownInverse.apply(_precision(v, chi, k), self.scaled_covariance)
+        scaled = known_inverse(_precision(v, chi, k), self.scaled_covariance)
         squares = _lever(scaled, chi).square()
         # 1 - (1 + E)^-1 with E = chi squares chi, divided by chi on both sides: no difference of
         # large numbers is left.

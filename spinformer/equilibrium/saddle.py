@@ -20,9 +20,9 @@ from spinformer.solve.implicit import implicit
 from spinformer.solve.linear import add_transpose
 from spinformer.solve.newton import ITERATIVE_SITES, ConeMinimum, iterative_solve
 from spinformer.solve.positive import (
-    KnownInverse,
-    KnownLogDet,
     cone_hessian,
+    known_inverse,
+    known_log_det,
     positive_factor,
 )
 from spinformer.solve.secular import SharedMinimum, rotate
@@ -157,7 +157,7 @@ class DenseSaddle(Saddle):
             k = torch.where(self.broken[..., None, None], 0.0, k)
             b = torch.where(self.broken[..., None, None], 0.0, b)
         v = torch.diag_embed(self._tau(k, b)) - k
-        inverse = KnownInverse.apply(v, self.inverse)
+        inverse = known_inverse(v, self.inverse)
         return v, inverse, inverse @ b
 
     def mean(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -255,8 +255,8 @@ class SiteSaddle(DenseSaddle):
         p = inverse * (inverse + 2 * response @ response.mT)
         factor = positive_factor(p.detach())
         value = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        p_inverse = KnownInverse.apply(p, torch.cholesky_inverse(factor))
-        log_det: Tensor = KnownLogDet.apply(p, p_inverse, value)
+        p_inverse = known_inverse(p, torch.cholesky_inverse(factor))
+        log_det = known_log_det(p, p_inverse, value)
         return log_det, p_inverse
 
     def relax(self, inverse_curvature: Tensor, right: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class SiteSaddle(DenseSaddle):
         stored = self.inverse
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse: Tensor = KnownInverse.apply(torch.diag_embed(tau) - k, stored)
+            inverse = known_inverse(torch.diag_embed(tau) - k, stored)
             return inverse.diagonal(dim1=-2, dim2=-1) + (inverse @ b).square().sum(-1) - 1
 
         def adjoint(_vjp: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
@@ -386,7 +386,7 @@ class SharedSaddle(DenseSaddle):
             return every if self.mask is None else torch.where(self.mask, 1.0, every)
 
         def residual(tau: Tensor, k: Tensor, b: Tensor) -> Tensor:
-            inverse: Tensor = KnownInverse.apply(torch.diag_embed(spread(tau)) - k, stored)
+            inverse = known_inverse(torch.diag_embed(spread(tau)) - k, stored)
             own = inverse.diagonal(dim1=-2, dim2=-1)
             if self.mask is not None:
                 own = own.masked_fill(self.mask, 0.0)
@@ -416,7 +416,7 @@ class DenseResponse(Response):
 
     @property
     def log_det(self) -> Tensor:
-        value: Tensor = KnownLogDet.apply(self._v, self._inverse, self._saddle.log_det)
+        value = known_log_det(self._v, self._inverse, self._saddle.log_det)
         return value
 
     @property

@@ -54,7 +54,7 @@ def hessian_product(
 ) -> Tensor:
     r""":math:`A \circ (A + 2\mu\mu^{\mathsf T})` times a vector (..., N), O(N q^2 + N q D).
 
-    ``diagonal`` is E, ``own`` the diagonal of A, and A = E + ``left`` ``right``^T.
+    ``diagonal`` is E, ``own`` the diagonal of A, and A is E plus ``left @ right.mT``.
     """
     return _square_product(diagonal, own, left, right, vector) + 2 * _gram_product(
         diagonal, left, right, mu, vector
@@ -109,7 +109,7 @@ class LowRankCone:
         return square - self.shift.square() * vector
 
     def row_sums(self) -> Tensor:
-        """Upper bounds on the sums of |K_ij| over j, and on the diagonal taken off (B, N)."""
+        r"""Upper bounds, (B, N), on :math:`\sum_j |K_{ij}|` and on the diagonal taken off."""
         factor = self.factor.abs()
         return (factor @ factor.sum(-2)[..., None])[..., 0]
 
@@ -175,7 +175,7 @@ class LowRankPoint:
         return LowRankPoint(*(tensor.double() for tensor in vars(self).values()))
 
     def constraint(self) -> Tensor:
-        """A_ii + |mu_i|^2."""
+        r""":math:`A_{ii} + |\mu_i|^2`, (B, N)."""
         return self.own + self.mu.square().sum(-1)
 
     def apply(self, vector: Tensor) -> Tensor:

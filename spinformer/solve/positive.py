@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "KnownInverse",
-    "KnownLogDet",
     "cholesky_inverse",
     "cone_hessian",
+    "known_inverse",
+    "known_log_det",
     "positive_factor",
     "positive_inverse_",
 ]
@@ -106,9 +106,22 @@ def cone_hessian(
     return gram.mul_(2).add_(inverse, alpha=weight).mul_(inverse)
 
 
-class KnownInverse(torch.autograd.Function):
-    """The inverse of a matrix that a solve has found already, as a function of it, to any order."""
+def known_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """The inverse that a solve has found already, as a function of its matrix, to any order."""
+    attached: Tensor = _KnownInverse.apply(matrix, inverse)
+    return attached
 
+
+def known_log_det(matrix: Tensor, inverse: Tensor, value: Tensor) -> Tensor:
+    """The known log-determinant of a symmetric matrix, as a function of it.
+
+    Higher derivatives are those of ``inverse`` (:func:`known_inverse`).
+    """
+    attached: Tensor = _KnownLogDet.apply(matrix, inverse, value)
+    return attached
+
+
+class _KnownInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, inverse: Tensor) -> Tensor:
         output = inverse.clone()
@@ -121,9 +134,7 @@ class KnownInverse(torch.autograd.Function):
         return -(inverse.mT @ grads[0] @ inverse.mT), None
 
 
-class KnownLogDet(torch.autograd.Function):
-    """The known log-determinant of a symmetric matrix; the inverse carries higher orders."""
-
+class _KnownLogDet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, inverse: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
