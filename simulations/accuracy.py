@@ -10,7 +10,7 @@ Three families of systems whose partition function is known:
 Spins have length sqrt(D), and :math:`\beta J R^2 / D = \beta` is the strength of one bond. Errors:
 of m the root mean square over sites and components, divided by that of the exact one; of log Z per
 spin the size; of the bonds :math:`\langle S_i\cdot S_j\rangle` the root mean square in units of
-:math:`R^2`.
+:math:`R^2`, by linear response (``correlations()``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from simulations.figures import blank, clean, save
 from simulations.options import positive
 from simulations.runs import write_json
 from simulations.tables import align
-from spinformer.thermo.equilibrium import CorrelationMethod
 
 Solver = Any
 """An approximation: ``solve(system) -> Equilibrium``."""
@@ -48,8 +47,6 @@ class Method:
         site: the site law that it takes for spins of dimension D.
         families: where it applies.
         look: colour, line style and marker.
-        bonds: which of its correlations a bond's is: the derivative of log Z in the coupling, but
-            for mean field, which sees no correlation there, linear response.
     """
 
     label: str
@@ -57,7 +54,6 @@ class Method:
     site: Callable[[int], sf.SiteLaw]
     families: tuple[str, ...]
     look: dict[str, Any]
-    bonds: CorrelationMethod = "coupling"
 
 
 def _exact_law(dim: int) -> sf.SiteLaw:
@@ -81,7 +77,6 @@ METHODS: dict[str, Method] = {
         _exact_law,
         _EVERYWHERE,
         {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-        bonds="linear_response",
     ),
     "tap": Method(
         "TAP",
@@ -204,12 +199,12 @@ def measure(panel: Panel, betas: Tensor, instances: int, seed: int) -> dict[str,
     }
     for beta in betas.tolist():
         exact = sf.Exact().solve(sf.SpinSystem(dense, field, beta, _exact_law(panel.dim)))
-        reference = _observables(exact, bonds, "coupling")
+        reference = _observables(exact, bonds)
         for name, row in found.items():
             system = sf.SpinSystem(dense, field, beta, METHODS[name].site(panel.dim))
             start = time.perf_counter()
             equilibrium = METHODS[name].make().solve(system)
-            observables = _observables(equilibrium, bonds, METHODS[name].bonds)
+            observables = _observables(equilibrium, bonds)
             row["seconds"] += time.perf_counter() - start
             converged = equilibrium.converged
             row["converged"].append(float(converged.double().mean()))
@@ -225,14 +220,12 @@ def measure(panel: Panel, betas: Tensor, instances: int, seed: int) -> dict[str,
     return found
 
 
-def _observables(
-    equilibrium: sf.Equilibrium, bonds: Tensor, method: CorrelationMethod
-) -> dict[str, Tensor]:
+def _observables(equilibrium: sf.Equilibrium, bonds: Tensor) -> dict[str, Tensor]:
     """Rows (systems, entries) of what is compared."""
     system = equilibrium.system
     radius = system.site.radius
     assert radius is not None  # Ising spins and spheres
-    pairs = equilibrium.correlations(method).masked_fill(~bonds, 0.0)
+    pairs = equilibrium.correlations().masked_fill(~bonds, 0.0)
     share = bonds.double().mean((-2, -1)).sqrt()[..., None]
     return {
         "magnetization": equilibrium.magnetization.flatten(-2),

@@ -65,9 +65,10 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     """Sentence that suggests the choice closest to ``word`` and lists them all."""
     if not choices:
         return " (there are none)"
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    folded = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.0)
     known = ", ".join(repr(choice) for choice in choices)
-    return f"; the nearest is {close[0]!r} (choose from {known})"
+    return f"; the nearest is {folded[close[0]]!r} (choose from {known})"
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:

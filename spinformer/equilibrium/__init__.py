@@ -5,10 +5,12 @@ from spinformer.equilibrium.bethe import Bethe, BetheEquilibrium
 from spinformer.equilibrium.exact import Exact
 from spinformer.equilibrium.field_density import FieldDensity, LogNormalizer
 from spinformer.equilibrium.inverse import (
+    field_moments,
     fit_fields,
     fit_moments,
     mean_field_inversion,
     pair_inversion,
+    spin_moments,
     tap_inversion,
 )
 from spinformer.equilibrium.mean_field import MeanField, MeanFieldEquilibrium
@@ -32,9 +34,11 @@ __all__ = [
     "SteepestDescent",
     "SteepestDescentEquilibrium",
     "TAPEquilibrium",
+    "field_moments",
     "fit_fields",
     "fit_moments",
     "mean_field_inversion",
     "pair_inversion",
+    "spin_moments",
     "tap_inversion",
 ]

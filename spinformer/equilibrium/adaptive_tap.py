@@ -155,7 +155,8 @@ class AdaptiveTAP:
         kind = _MatrixGaussian if matrix_valued else _Cavities
         equations, broken = kind(system, options), None
         solution = equations.iterate(start)
-        lost = ~torch.isfinite(solution.residual)
+        # Infinity is the residual of a last state outside the cone: a failure, but an answer.
+        lost = solution.residual.isnan()
         if bool(lost.any()):
             # Given broken, or finite and too large for beta J to be.
             system, broken = system.isolated(lost)

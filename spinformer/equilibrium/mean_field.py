@@ -267,9 +267,8 @@ class MeanFieldEquilibrium(Equilibrium):
         return m @ m.mT + self._trace_of_chi() / self.system.beta[..., None, None]
 
     def _trace_of_chi(self) -> Tensor:
-        """sum_a chi_ia,ja, (..., N, N)."""
         if self._is_small:
-            return torch.einsum("...iaja->...ij", self._all_susceptibilities())
+            return super()._trace_of_chi()
         n, d = self.magnetization.shape[-2:]
         batch = self.system.batch_shape
         # All sites j at once, one component after the other: N^2 D numbers, not N^2 D^2.

@@ -405,7 +405,7 @@ def _on_diagonal(blocks: Tensor) -> Tensor:
 class TAPEquilibrium(DerivedEquilibrium):
     r"""The TAP solution: :math:`m_i = \langle S\rangle_{b_i}` and the functional's derivatives.
 
-    Energies and correlations are derivatives of log Z at fixed m, of which it is a stationary
+    Energies are derivatives of log Z at fixed m, of which it is a stationary
     point. The response to fields is the inverse Hessian of :math:`\beta G`,
 
     .. math:: \chi = \beta \Big[C^{-1} - K - \frac{\partial O}{\partial m}\Big]^{-1},
@@ -417,8 +417,9 @@ class TAPEquilibrium(DerivedEquilibrium):
               + \beta\, g^{\mathsf T} \chi\, g,\qquad
               g_i = h_i + \sum_j J_{ij} m_j + \tfrac2\beta O_i .
 
-    Correlations agree with the exact ones to second order in J; of ``Gaussian`` spins
-    :math:`\langle|S_i|^2\rangle` does to first order.
+    Correlations are :math:`m_i\cdot m_j + \operatorname{tr}\chi_{ij}/\beta`. Those of
+    ``correlations("coupling")`` know nothing beyond a bond: :math:`m_i\cdot m_j + K_{ij}
+    \operatorname{tr}(C_i C_j)`.
     """
 
     def __init__(
@@ -502,6 +503,10 @@ class TAPEquilibrium(DerivedEquilibrium):
         if self._is_small:
             return self._dense_product(vector)
         return super()._susceptibility_product(vector)
+
+    def _linear_response_correlations(self) -> Tensor:
+        m = self.magnetization
+        return m @ m.mT + self._trace_of_chi() / self.system.beta[..., None, None]
 
     @observable
     def specific_heat(self) -> Tensor:

@@ -357,7 +357,8 @@ class FixedCouplings(nn.Module):
         if length != num_spins:
             raise ValueError(
                 f"x has {length} tokens, couplings='fixed' of this block are between "
-                f"num_spins={num_spins}: pad x, or use amortized couplings"
+                f"num_spins={num_spins}: pad a shorter x, make the block for {length} tokens, or "
+                "use couplings of any number of them, 'softmax', 'symmetric' or 'linear'"
             )
         if masks.biased:
             raise ValueError(

@@ -37,11 +37,16 @@ class Encoder(nn.Module):
         norm: applied at the end, as pre-norm layers need; None for none.
 
     Raises:
+        TypeError: a block that is no module, its class say.
         ValueError: ``num_layers`` below 1, or a block whose parameters nothing can redraw.
     """
 
     def __init__(self, block: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
+        if not isinstance(block, nn.Module):
+            raise TypeError(
+                f"block={block!r} is no module: make one first, Encoder(FreeEnergyBlock(64, 4), 2)"
+            )
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers!r} must be at least 1")
         first = copy.deepcopy(block)

@@ -212,7 +212,7 @@ class FreeEnergyBlock(nn.Module):
             raise ValueError(f"steps={steps!r} must be None (the fixed point) or an integer >= 1")
         check_approximation(approximation, couplings, heads, steps, initial, auxiliary)
         if derivative == "total":
-            check_total(couplings, stream, steps)
+            check_total(couplings, stream, steps, symmetric_between)
         check_interaction(
             approximation,
             couplings,

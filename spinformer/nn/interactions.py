@@ -71,7 +71,8 @@ def check_interaction(
         kinds = ", ".join(map(repr, FIXED))
         raise ValueError(
             f"couplings={couplings!r} with num_spins={num_spins}: num_spins goes with couplings of "
-            f"a fixed number of tokens ({kinds}), and only with those"
+            f"a fixed number of tokens ({kinds}), and only with those; pass "
+            "num_spins=N for sequences of N tokens, or leave it out"
         )
     chosen = {"couplings": couplings, "correction": correction}
     for option, value in owned.items():

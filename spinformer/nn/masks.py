@@ -139,6 +139,10 @@ def to_batch(
         )
     if x.shape[-1] != d_model:
         raise ValueError(f"x has shape {tuple(x.shape)}: its last axis must be d_model={d_model}")
+    if not x.is_floating_point():
+        raise ValueError(
+            f"x has dtype {x.dtype}: pass embeddings, x.to({parameter.dtype}) if these are numbers"
+        )
     if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"x has dtype {x.dtype}, the block's parameters have {parameter.dtype}: "

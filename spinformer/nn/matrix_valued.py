@@ -432,7 +432,8 @@ def check_fixed_length(kind: str, tokens: Tensor, num_spins: int, masks: Masks) 
     if length != num_spins:
         raise ValueError(
             f"x has {length} tokens, couplings={kind!r} of this block are between "
-            f"num_spins={num_spins}: pad x, or use amortized couplings"
+            f"num_spins={num_spins}: pad a shorter x, make the block for {length} tokens, or "
+            "use couplings of any number of them, 'softmax', 'symmetric' or 'linear'"
         )
     if masks.biased:
         raise ValueError(

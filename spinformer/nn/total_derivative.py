@@ -15,15 +15,23 @@ from spinformer.thermo.equilibrium import Equilibrium
 __all__ = ["check_total", "coupling_term"]
 
 
-def check_total(couplings: str, stream: str, steps: int | None) -> None:
+def check_total(
+    couplings: str, stream: str, steps: int | None, symmetric_between: bool | None = None
+) -> None:
     """Raise ``ValueError`` where the other options leave no free energy, or another field."""
     wrong = {
         "couplings": (
             couplings,
             couplings in ("softmax", "linear"),
-            "'symmetric', which has a free energy and a known dependence on the tokens",
+            "'symmetric': 'softmax' has no free energy, and of 'linear' the derivative in the "
+            "tokens is not worked out",
         ),
         "stream": (stream, stream != "plain", "'plain', where the tokens are the field"),
+        "symmetric_between": (
+            symmetric_between,
+            couplings == "matrix" and symmetric_between is False,
+            "True, which leaves a free energy",
+        ),
         "steps": (steps, steps is not None, "None: it needs a solved equilibrium"),
     }
     for option, (value, given, remedy) in wrong.items():

@@ -72,6 +72,8 @@ class SpinSystem:
             "symmetrize": symmetrize,
             "check_finite": check_finite,
         }
+        if isinstance(beta, SiteLaw):
+            raise TypeError(f"beta={beta!r} is a site law: pass it by its name, site={beta!r}")
         if not isinstance(site, SiteLaw):
             raise TypeError(
                 f"site={site!r} is no site law: pass Ising(), Sphere(dim), LargeDSphere(dim) or "

@@ -225,11 +225,12 @@ class Equilibrium(abc.ABC):
         r""":math:`\langle S_i \cdot S_j\rangle`, shape (..., N, N).
 
         Args:
-            method: ``"linear_response"``, the best that the approximation has: for mean field
-                :math:`m_i\cdot m_j + \operatorname{tr}\chi_{ij}/\beta`, else the derivative of the
-                free energy in the couplings. ``"coupling"``, always that derivative,
-                :math:`-2\,\partial F/\partial J_{ij}` for a J that stays symmetric: what a change
-                of J meets, for mean field the product. ``"product"``, the factorized
+            method: ``"linear_response"``: for mean field, TAP and Bethe
+                :math:`m_i\cdot m_j + \operatorname{tr}\chi_{ij}/\beta`, which sees correlations
+                along paths of couplings; of the others, whose Gaussian parts see them anyway, the
+                derivative in the couplings. ``"coupling"``: always that derivative,
+                :math:`-2\,\partial F/\partial J_{ij}` for a J that stays symmetric, what a change
+                of J meets; for mean field the product. ``"product"``: the factorized
                 :math:`m_i\cdot m_j`. On spheres the diagonal is R^2 in all three. An exact solution
                 makes the first two equal.
         """
@@ -305,6 +306,18 @@ class Equilibrium(abc.ABC):
         """chi v from all of chi, which is remembered."""
         product: Tensor = torch.einsum("...iajb,...jb->...ia", self._all_susceptibilities(), vector)
         return product
+
+    def _trace_of_chi(self) -> Tensor:
+        """sum_a chi_ia,ja, (..., N, N); of a large system column by column."""
+        if self._is_small:
+            trace: Tensor = torch.einsum("...iaja->...ij", self._all_susceptibilities())
+            return trace
+        n, d = self.system.num_spins, self.system.dim
+        columns = [
+            sum((self._column(j, a)[..., a] for a in range(d)), self.system.field.new_zeros(()))
+            for j in range(n)
+        ]
+        return torch.stack(columns, -1)
 
     @observable
     def local_susceptibility(self) -> Tensor:

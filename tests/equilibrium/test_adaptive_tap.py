@@ -17,7 +17,7 @@ from spinformer.equilibrium.mean_field import MeanField
 from spinformer.equilibrium.steepest_descent import SteepestDescent
 from spinformer.errors import ConvergenceError
 from spinformer.solve.newton import minimize_in_cone
-from spinformer.spins.couplings import curie_weiss
+from spinformer.spins.couplings import curie_weiss, sherrington_kirkpatrick
 from spinformer.spins.site import Gaussian, Ising, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo import equilibrium
@@ -435,3 +435,19 @@ def test_failures_are_loud() -> None:
         AdaptiveTAP().solve(system(Gaussian(2), 8, beta=3.0))
     with pytest.raises(TypeError, match="damping"):
         AdaptiveTAP(dampin=0.5)
+
+
+@pytest.mark.parametrize("seed", [0, 11, 12])
+def test_a_failure_in_a_cold_system_is_an_answer_that_has_not_converged(seed):
+    """Its last state lies outside the cone: it is not taken for a system that was given broken."""
+    generator = torch.Generator().manual_seed(seed)
+    glass = sherrington_kirkpatrick(6, strength=4.0, dtype=torch.float64, generator=generator)
+    field = 0.05 * torch.randn(6, 8, dtype=torch.float64, generator=generator)
+    system = SpinSystem(glass, field, 2.0, Sphere(8))
+    found = AdaptiveTAP(on_failure="ignore").solve(system)
+    assert found.broken is None
+    assert not found.converged
+    assert float(found.solution.residual) > 0
+    assert found.magnetization.isfinite().all()
+    with pytest.raises(ConvergenceError, match="adaptive TAP"):
+        AdaptiveTAP().solve(system)

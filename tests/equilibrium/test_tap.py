@@ -208,14 +208,15 @@ def test_large_d_form_is_the_limit_of_the_bessel_form() -> None:
 
 
 def test_gaussian_spins() -> None:
-    """The exact magnetization; log Z to second order."""
+    """The exact magnetization and responses; log Z to second order."""
     found = []
     for strength in (0.04, 0.02, 0.01):
         system = random_system(sf.Gaussian(2, 0.6), strength=strength)
         exact, equilibrium = sf.Exact().solve(system), PRECISE.solve(system)
         close(equilibrium.magnetization, exact.magnetization)
         found.append(errors(equilibrium, exact)[0])
-        own = equilibrium.correlations().diagonal()
+        close(equilibrium.correlations(), exact.correlations())
+        own = equilibrium.correlations("coupling").diagonal()
         close(own, equilibrium.magnetization.square().sum(-1) + 2 * 0.6)
     # As in the test of the third order.
     limit = 2 * found[1] / found[2] - found[0] / found[1]
@@ -541,3 +542,14 @@ def test_spins_that_a_field_holds_answer_with_nothing() -> None:
     for name in ("specific_heat", "spectral_radius"):
         assert abs(float(getattr(equilibrium, name)())) < 1e-100, name
     assert float(equilibrium.stability()) > 0 and bool(equilibrium.is_stable)
+
+
+def test_correlations_follow_paths() -> None:
+    """The ends of a chain of three are correlated by the site between: m = 0, t^2 = tanh(K)^2."""
+    chain = sf.couplings.chain(3, dtype=torch.float64)
+    system = sf.SpinSystem(chain, torch.zeros(3, 1).double(), 0.3, sf.Ising())
+    equilibrium = PRECISE.solve(system)
+    exact = math.tanh(0.3) ** 2
+    # Wrong from the fourth order of K on; the derivative in the missing bond sees nothing at all.
+    assert float(equilibrium.correlations()[0, 2]) == pytest.approx(exact, abs=2 * 0.3**4)
+    assert float(equilibrium.correlations("coupling")[0, 2]) == 0
