@@ -52,12 +52,8 @@ import torch
 from torch import Tensor
 
 from spinformer.equilibrium.closed_forms import gaussian
-from spinformer.equilibrium.mean_field import (
-    check_initial,
-    mean_field_map,
-    refuse_overflow,
-    within_rounding,
-)
+from spinformer.equilibrium.iteration import check_initial, refuse_overflow, within_rounding
+from spinformer.equilibrium.mean_field import mean_field_map
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spinformer.equilibrium.mean_field import check_initial, refuse_overflow
+from spinformer.equilibrium.iteration import check_initial, refuse_overflow
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope

@@ -11,8 +11,6 @@ state, and no free energy. The map contracts if :math:`\beta \lVert J\rVert_2 R^
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spinformer.equilibrium.iteration import check_initial, refuse_overflow, within_rounding
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.linear import eigenvalues, solve_each
@@ -32,10 +31,7 @@ from spinformer.thermo.equilibrium import Equilibrium, in_solving_mode, observab
 __all__ = [
     "MeanField",
     "MeanFieldEquilibrium",
-    "check_initial",
     "mean_field_map",
-    "refuse_overflow",
-    "within_rounding",
 ]
 
 
@@ -313,48 +309,3 @@ class MeanFieldEquilibrium(Equilibrium):
     def _none(self, value: float) -> Tensor:
         """What a system without sites has."""
         return torch.full_like(self.system.beta, value)
-
-
-def within_rounding(options: FixedPoint, system: SpinSystem) -> FixedPoint:
-    """Options whose tolerance, where none was given, rounding allows for spins of that size.
-
-    A component may be sqrt(D) times the unit of the residual, and so may its rounding.
-    """
-    if options.tolerance is not None:
-        return options
-    finfo = torch.finfo(system.field.dtype)
-    usual = 1e-10 if finfo.bits == 64 else 1e-5
-    rounding = 4 * finfo.eps * math.sqrt(system.dim)
-    return dataclasses.replace(options, tolerance=max(usual, rounding))
-
-
-def refuse_overflow(solution: Solution, *numbers: Tensor) -> Solution:
-    """A solution with NaN for the residual of systems so cold that K or b has no square.
-
-    The mean in an infinite field may be a number, and look like an answer; nothing else that
-    follows from it does.
-
-    Args:
-        solution: as found.
-        numbers: K, b, or what there is of them, (..., rows, columns).
-    """
-    with torch.no_grad():
-        squares = sum((x.square().sum((-2, -1)) for x in numbers), solution.residual)
-    residual = torch.where(torch.isfinite(squares), solution.residual, torch.nan)
-    return dataclasses.replace(solution, residual=residual)
-
-
-def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
-    """Magnetizations to start from in the shape of the system's field, zero at absent sites."""
-    if not isinstance(initial, Tensor):
-        raise TypeError(f"initial must be a tensor, not {type(initial).__name__}")
-    try:
-        start = initial.to(system.field.dtype).expand(system.field.shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"initial has shape {tuple(initial.shape)}: it must broadcast to the field's "
-            f"{tuple(system.field.shape)}"
-        ) from error
-    if system.mask is None:
-        return start
-    return torch.where(system.mask[..., None], 0.0, start)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spinformer.equilibrium.mean_field import check_initial
+from spinformer.equilibrium.iteration import check_initial
 from spinformer.errors import strict_options
 from spinformer.solve.fixed_point import FixedPoint
 from spinformer.solve.solution import Solution

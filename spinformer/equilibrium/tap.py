@@ -56,7 +56,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spinformer.equilibrium.mean_field import check_initial, refuse_overflow, within_rounding
+from spinformer.equilibrium.iteration import check_initial, refuse_overflow, within_rounding
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from spinformer.equilibrium.iteration import check_initial
 from spinformer.equilibrium.mean_field import (
     MeanField,
     MeanFieldEquilibrium,
-    check_initial,
     mean_field_map,
 )
 from spinformer.errors import OnFailure, WarnOnce, check_choice, check_on_failure, strict_options

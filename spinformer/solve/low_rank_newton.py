@@ -20,16 +20,14 @@ from torch import Tensor
 from spinformer.solve.conjugate_gradient import conjugate_gradient
 from spinformer.solve.low_rank import LowRankCone, LowRankPoint, signed_factor
 from spinformer.solve.newton import (
-    LINE_SHRINK,
-    LINE_START,
-    LINE_TRIALS,
     MAX_ITERATIONS,
     NEAR,
-    PATH_DECREMENT,
     PATH_FACTOR,
     QUICK_ERROR,
     QUICK_STEPS,
     ROUNDING,
+    line_search,
+    path_direction,
 )
 from spinformer.solve.solution import Solution
 
@@ -389,19 +387,11 @@ def _path(cone: LowRankCone, known: _State, tolerance: float, max_iterations: in
 
 
 def _direction(point: LowRankPoint, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Direction of descent, its squared decrement, and the weight, lowered as far as it allows."""
-    squares = point.mu.square().sum(-1)
-    root = squares.clamp_min(1).pow(-0.25)
-    while True:
-        slope = weight[:, None] * point.own + squares - 1
-        size = slope.abs().amax(-1)
-        enough = size.clamp_max(_PATH_FORCING)
-        direction = _step(point, slope, root, weight, enough)
-        decrement = (slope * direction).sum(-1) / weight
-        lower = (weight > 1) & (decrement < PATH_DECREMENT)
-        if not bool(lower.any()):
-            return direction, decrement, weight
-        weight = torch.where(lower, (weight / PATH_FACTOR).clamp_min(1.0), weight)
+    def step(slope: Tensor, root: Tensor, weight: Tensor) -> Tensor:
+        enough = slope.abs().amax(-1).clamp_max(_PATH_FORCING)
+        return _step(point, slope, root, weight, enough)
+
+    return path_direction(point.own, point.mu, weight, step)
 
 
 def _line_search(
@@ -411,26 +401,11 @@ def _line_search(
     decrement: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    """Step lengths: about the minimum along the line, inside the cone; 0 without one."""
-    field = (cone.b * point.mu).sum((-2, -1))
-    lowest = (point.tau.sum(-1) - weight * point.log_det + field) / 2
-    length = torch.zeros_like(decrement)
-    near = decrement < 0.1
-    rows = torch.arange(len(near), device=near.device)
-    trial = LINE_START
-    for _ in range(LINE_TRIALS):
-        tau = point.tau[rows] + trial * direction[rows]
-        log_det, field, inside = (cone if len(rows) == len(near) else cone.take(rows)).value(tau)
-        value = (tau.sum(-1) - weight[rows] * log_det + field) / 2
-        better = inside & torch.where(near[rows], trial <= 1, value < lowest[rows])
-        over = ~better & (length[rows] > 0)
-        lowest[rows] = torch.where(better, value, lowest[rows])
-        length[rows] = torch.where(better, trial, length[rows])
-        rows = rows[~over & ~(near[rows] & better)]
-        if not len(rows):
-            break
-        trial *= LINE_SHRINK
-    return length
+    def terms(rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (cone if len(rows) == len(decrement) else cone.take(rows)).value(tau)
+
+    here = point.tau, point.log_det, (cone.b * point.mu).sum((-2, -1))
+    return line_search(here, direction, decrement, weight, terms)
 
 
 # -- one tau for all ------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ self-concordance (:math:`2\Phi` is) and the central path.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,9 @@ __all__ = [
     "MAX_ITERATIONS",
     "ConeMinimum",
     "iterative_solve",
+    "line_search",
     "minimize_in_cone",
+    "path_direction",
 ]
 
 MAX_ITERATIONS = 60
@@ -59,11 +62,11 @@ QUICK_STEPS = 8
 # The path: tenfold steps of nu, each when the squared decrement is below one. Larger steps, or
 # taken earlier, were measured to need more Newton steps, not fewer.
 PATH_FACTOR = 10.0
-PATH_DECREMENT = 1.0
+_PATH_DECREMENT = 1.0
 # A residual from which Newton's method converges at once.
 NEAR = 0.1
 # Trial steps of the line search: two powers of 1 / 0.6 above the full step, then down to nothing.
-LINE_START, LINE_SHRINK, LINE_TRIALS = 0.6**-2, 0.6, 60
+_LINE_START, _LINE_SHRINK, _LINE_TRIALS = 0.6**-2, 0.6, 60
 # Rounding limit of the residual as a multiple of eps * cond(V); see `_rounding`.
 ROUNDING = 10.0
 # The Newton equation is solved by conjugate gradients from this size on: measured on a CPU, 7
@@ -426,23 +429,41 @@ def _path(
 
 
 def _direction(state: _State, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Direction of descent, its squared decrement, and the weight that it is for.
+    def step(slope: Tensor, root: Tensor, weight: Tensor) -> Tensor:
+        hessian = cone_hessian(state.inverse, state.mu, weight)
+        hessian.mul_(root[..., None]).mul_(root[..., None, :])
+        direction: Tensor = torch.cholesky_solve(slope[..., None], positive_factor(hessian))
+        return direction[..., 0]
 
-    The weight is lowered first, as often as the decrement allows. Where |mu_i| > 1 the Hessian is
-    divided by it: in a strong field mu_i is about c / x with x linear in tau, and a Newton step for
-    x + c^2 / x from small x is too short, by a factor that this restores.
+    return path_direction(state.inverse.diagonal(dim1=-2, dim2=-1), state.mu, weight, step)
+
+
+def path_direction(
+    own: Tensor,
+    mu: Tensor,
+    weight: Tensor,
+    step: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Direction of descent, its squared decrement, and the weight that it is for.
+
+    The weight is lowered first, as often as the decrement allows. Where :math:`|\mu_i| > 1` the
+    Hessian is divided by it: in a strong field :math:`\mu_i` is about c / x with x linear in tau,
+    and a Newton step for x + c^2 / x from small x is too short, by a factor that this restores.
+
+    Args:
+        own: the diagonal of A, (B, N).
+        mu: (B, N, D).
+        weight: of log det V (B,).
+        step: the solution of the Hessian, with ``root`` (B, N) on either side, for ``slope`` (B,
+            N), as ``step(slope, root, weight)``.
     """
-    own = state.inverse.diagonal(dim1=-2, dim2=-1)
-    squares = state.mu.square().sum(-1)
+    squares = mu.square().sum(-1)
     root = squares.clamp_min(1).pow(-0.25)
     while True:
         slope = weight[:, None] * own + squares - 1
-        hessian = cone_hessian(state.inverse, state.mu, weight)
-        hessian.mul_(root[..., None]).mul_(root[..., None, :])
-        factor = positive_factor(hessian)
-        direction = torch.cholesky_solve(slope[..., None], factor)[..., 0]
+        direction = step(slope, root, weight)
         decrement = (slope * direction).sum(-1) / weight
-        lower = (weight > 1) & (decrement < PATH_DECREMENT)
+        lower = (weight > 1) & (decrement < _PATH_DECREMENT)
         if not bool(lower.any()):
             return direction, decrement, weight
         weight = torch.where(lower, (weight / PATH_FACTOR).clamp_min(1.0), weight)
@@ -456,26 +477,45 @@ def _line_search(
     decrement: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    """Step lengths: about the minimum along the line, and always inside the cone.
+    """Each trial costs one Cholesky factorization, which is less than half of what a step costs."""
 
-    Each trial costs one Cholesky factorization, which is less than half of what a step costs.
-    """
-    field = (b * state.mu).sum((-2, -1))
-    lowest = (state.tau.sum(-1) - weight * state.log_det + field) / 2
-    length = torch.zeros_like(decrement)
-    # Near the minimum the full step is right, and differences of Phi drown in rounding.
-    near = decrement < 0.1
-    rows = torch.arange(len(b), device=b.device)
-    trial = LINE_START
-    for _ in range(LINE_TRIALS):
-        tau = state.tau[rows] + trial * direction[rows]
+    def terms(rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         factor, info = torch.linalg.cholesky_ex(_shifted(tau, matrix[rows]))
         half = torch.linalg.solve_triangular(factor, b[rows], upper=False)
         log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        value = (tau.sum(-1) - weight[rows] * log_det + half.square().sum((-2, -1))) / 2
-        better = (info == 0) & torch.where(
-            near[rows], torch.full_like(info, trial <= 1, dtype=torch.bool), value < lowest[rows]
-        )
+        return log_det, half.square().sum((-2, -1)), info == 0
+
+    here = state.tau, state.log_det, (b * state.mu).sum((-2, -1))
+    return line_search(here, direction, decrement, weight, terms)
+
+
+def line_search(
+    here: tuple[Tensor, Tensor, Tensor],
+    direction: Tensor,
+    decrement: Tensor,
+    weight: Tensor,
+    terms: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+) -> Tensor:
+    """Step lengths (B,): about the minimum along the line, inside the cone; 0 without one.
+
+    Args:
+        here: tau (B, N), and log det V (B,) and tr b^T A b (B,) there.
+        direction, decrement, weight: of :func:`path_direction`.
+        terms: log det V, tr b^T A b and whether the point lies in the cone, of some of the systems:
+            ``terms(rows, tau)``.
+    """
+    start, log_det, field = here
+    lowest = (start.sum(-1) - weight * log_det + field) / 2
+    length = torch.zeros_like(decrement)
+    # Near the minimum the full step is right, and differences of Phi drown in rounding.
+    near = decrement < 0.1
+    rows = torch.arange(len(near), device=near.device)
+    trial = _LINE_START
+    for _ in range(_LINE_TRIALS):
+        tau = start[rows] + trial * direction[rows]
+        log_det, field, inside = terms(rows, tau)
+        value = (tau.sum(-1) - weight[rows] * log_det + field) / 2
+        better = inside & torch.where(near[rows], trial <= 1, value < lowest[rows])
         # Phi is convex on the line: after a fall, the first rise has passed the minimum.
         over = ~better & (length[rows] > 0)
         lowest[rows] = torch.where(better, value, lowest[rows])
@@ -483,5 +523,5 @@ def _line_search(
         rows = rows[~over & ~(near[rows] & better)]
         if not len(rows):
             break
-        trial *= LINE_SHRINK
+        trial *= _LINE_SHRINK
     return length
