@@ -24,6 +24,7 @@ from spinformer.spins.special import (
     reduced_ratio_derivative,
     reduced_slope,
 )
+from spinformer.spins.streams import Streams
 
 __all__ = ["Gaussian", "Ising", "LargeDSphere", "SiteLaw", "Sphere"]
 
@@ -76,8 +77,13 @@ class SiteLaw(abc.ABC):
         r""":math:`\partial m_a / \partial b_c`, shape (..., D, D)."""
 
     @abc.abstractmethod
-    def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
         """One independent draw per site, shape (..., D).
+
+        Args:
+            b: dimensionless fields (..., D).
+            generator: the source of random numbers, or the
+                :class:`~spinformer.spins.streams.Streams` of chains, whose axes are the first of b.
 
         Raises:
             ValueError: a field that is not finite.
@@ -129,9 +135,10 @@ class Ising(SiteLaw):
         _check_inside(m, 1.0)
         return torch.atanh(m)
 
-    def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        _check_field(b)
-        uniform = torch.rand(b.shape, generator=generator, dtype=b.dtype, device=b.device)
+    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
+        streams = _streams(b, generator)
+        dtype = torch.promote_types(b.dtype, torch.float32)
+        uniform = streams.uniform(*b.shape[streams.keys.ndim :], dtype=dtype)
         return torch.where(uniform < torch.sigmoid(2 * b), 1.0, -1.0).to(b.dtype)
 
 
@@ -192,8 +199,8 @@ class Sphere(SiteLaw):
         y = (m * m).sum(-1) / self.radius**2
         return inverse_reduced_ratio(y, self.dim)[..., None] * m / self.radius**2
 
-    def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return _von_mises_fisher(b, self.radius, generator)
+    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
+        return _von_mises_fisher(b, self.radius, _streams(b, generator))
 
     def _x(self, b: Tensor) -> Tensor:
         return self.radius**2 * (b * b).sum(-1)
@@ -250,8 +257,8 @@ class LargeDSphere(SiteLaw):
         _check_inside(m, self.radius)
         return self.dim / 2 * torch.log1p(-(m * m).sum(-1) / self.radius**2)
 
-    def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return _von_mises_fisher(b, self.radius, generator)
+    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
+        return _von_mises_fisher(b, self.radius, _streams(b, generator))
 
     def _x(self, b: Tensor) -> Tensor:
         return (2 * self.radius / self.dim) ** 2 * (b * b).sum(-1)
@@ -316,9 +323,10 @@ class Gaussian(SiteLaw):
     def inverse_response(self, m: Tensor) -> Tensor:
         return m / self.variance
 
-    def sample(self, b: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        _check_field(b)
-        noise = torch.randn(b.shape, generator=generator, dtype=b.dtype, device=b.device)
+    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
+        streams = _streams(b, generator)
+        dtype = torch.promote_types(b.dtype, torch.float32)
+        noise = streams.normal(*b.shape[streams.keys.ndim :], dtype=dtype).to(b.dtype)
         return self.variance * b + math.sqrt(self.variance) * noise
 
 
@@ -363,52 +371,75 @@ def _check_field(b: Tensor) -> None:
         )
 
 
-def _von_mises_fisher(b: Tensor, radius: float, generator: torch.Generator | None) -> Tensor:
+def _streams(b: Tensor, generator: Streams | torch.Generator | None) -> Streams:
+    """The streams of a draw in fields b, whose leading axes are those of the streams."""
+    _check_field(b)
+    if isinstance(generator, Streams):
+        return generator
+    source = torch.default_generator if generator is None else generator
+    return Streams.from_seed(source, (), b.device)
+
+
+def _von_mises_fisher(b: Tensor, radius: float, streams: Streams) -> Tensor:
     """Exact draws of density exp(b . S) on |S| = R, for any D >= 2 and field.
 
-    Rejection for the alignment w = S . b / (R |b|) from Wood's envelope (1994, Comm. Stat. Sim. 23,
-    157), in terms of 1 - w, which keeps its digits at strong field; the acceptance rate is above
-    2 / 3 for every D and kappa. The part across the field is isotropic.
+    The alignment w = S . b / (R |b|) is drawn as the gap 1 - w, which keeps its digits at strong
+    field; what is across the field is isotropic.
     """
-    _check_field(b)
     dim = b.shape[-1]
-    work = b.detach().double().reshape(-1, dim)
+    work = b.detach().double()
     length = work.norm(dim=-1)
-    kappa = radius * length
-    half = (dim - 1) / 2
+    site = work.shape[streams.keys.ndim : -1]
+    if dim == 3:
+        gap = _gap_of_three(radius * length, streams.uniform(*site))
+    else:
+        gap = _gap(radius * length, dim, streams.child(*site))
 
+    # At zero field the alignment is measured along any axis: take the first.
+    axis = work / torch.where(length > 0, length, 1.0)[..., None]
+    axis[..., 0] += (length == 0).to(axis.dtype)
+    tangent = streams.normal(*site, dim)
+    for _ in range(2):  # twice: where little is left, the first projection leaves rounding errors
+        tangent.addcmul_(torch.linalg.vecdot(tangent, axis)[..., None], axis, value=-1)
+    across = radius * torch.sqrt(gap * (2 - gap)) / tangent.norm(dim=-1)
+    axis.mul_(radius * (1 - gap)[..., None])
+    return axis.addcmul_(across[..., None], tangent).to(b.dtype)
+
+
+def _gap_of_three(kappa: Tensor, uniform: Tensor) -> Tensor:
+    """1 - w in three dimensions, where the density exp(kappa w) has a closed distribution."""
+    safe = torch.where(kappa > 0, kappa, 1.0)
+    gap = -torch.log1p(uniform * torch.expm1(-2 * safe)) / safe
+    return torch.where(kappa > 0, gap, 2 * uniform)
+
+
+def _gap(kappa: Tensor, dim: int, streams: Streams) -> Tensor:
+    """1 - w by rejection from Wood's envelope (1994, Comm. Stat. Sim. 23, 157).
+
+    The acceptance rate is above 2 / 3 for every D and kappa. The symmetric beta variate of the
+    envelope comes from two uniform numbers (Ulrich 1984, Appl. Stat. 33, 158).
+    """
     root = torch.sqrt(4 * kappa**2 + (dim - 1) ** 2)
     ratio = (dim - 1) / (2 * kappa + root)  # in (0, 1], 1 at zero field
     x0 = (1 - ratio) / (1 + ratio)
     # log(1 - x0^2) with 1 - x0^2 = 4 ratio / (1 + ratio)^2
     log_bound = (dim - 1) * torch.log(4 * ratio / (1 + ratio) ** 2)
 
-    gap = torch.empty_like(kappa)  # 1 - w
-    pending = torch.ones_like(kappa, dtype=torch.bool)
-    while bool(pending.any()):
-        r, k, x, bound = ratio[pending], kappa[pending], x0[pending], log_bound[pending]
-        gamma = torch._standard_gamma(
-            torch.full((2, len(r)), half, dtype=torch.float64, device=b.device), generator
-        )
-        z = gamma[0] / gamma.sum(0)
+    gap = torch.empty_like(kappa).flatten()
+    streams = streams.flatten()
+    pending = torch.arange(len(gap), device=gap.device)
+    constants = torch.stack([ratio, kappa, x0, log_bound]).flatten(1)
+    while len(pending):
+        r, k, x, bound = constants[:, pending]
+        first, second, third = streams.uniform(3).unbind(-1)
+        width = torch.sqrt(-torch.expm1(2 / (dim - 2) * torch.log(first))) if dim > 2 else 1.0
+        z = (1 + width * torch.cos(2 * math.pi * second)) / 2
         proposal = 2 * r * z / (1 - (1 - r) * z)
         # 1 - x0 w = (1 - x0) + x0 (1 - w)
         log_accept = (
             k * (1 - proposal - x) + (dim - 1) * torch.log(2 * r / (1 + r) + x * proposal) - bound
         )
-        uniform = torch.rand(len(r), generator=generator, dtype=torch.float64, device=b.device)
-        accepted = torch.log(uniform) <= log_accept
-        where = pending.nonzero(as_tuple=True)
-        chosen = tuple(index[accepted] for index in where)
-        gap[chosen] = proposal[accepted]
-        pending[chosen] = False
-
-    # At zero field the alignment is measured along any axis: take the first.
-    axis = work / torch.where(length > 0, length, 1.0)[..., None]
-    axis[..., 0] += (length == 0).to(axis.dtype)
-    tangent = torch.randn(work.shape, generator=generator, dtype=torch.float64, device=b.device)
-    for _ in range(2):  # twice: where little is left, the first projection leaves rounding errors
-        tangent.addcmul_(torch.linalg.vecdot(tangent, axis)[..., None], axis, value=-1)
-    across = radius * torch.sqrt(gap * (2 - gap)) / tangent.norm(dim=-1)
-    axis.mul_(radius * (1 - gap)[..., None])
-    return axis.addcmul_(across[..., None], tangent).reshape(b.shape).to(b.dtype)
+        accepted = torch.log(third) <= log_accept
+        gap[pending[accepted]] = proposal[accepted]
+        pending, streams = pending[~accepted], streams[~accepted]
+    return gap.reshape(kappa.shape)

@@ -238,7 +238,7 @@ def test_von_mises_fisher(dim: int, kappa: float, axis: str, generator: torch.Ge
 
 @laws
 def test_generator_decides_the_draws(site: SiteLaw) -> None:
-    b = torch.ones(7, site.dim)
+    b = torch.ones(100, site.dim)
     state = torch.get_rng_state()
     first = site.sample(b, torch.Generator().manual_seed(3))
     again = site.sample(b, torch.Generator().manual_seed(3))

@@ -1,0 +1,1 @@
+"""Monte Carlo: the ground truth, with error bars."""
