@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from spinformer.errors import strict_options
 from spinformer.spins.couplings.base import Couplings
 from spinformer.spins.couplings.checks import check_absent, check_finite, check_floating
 from spinformer.spins.couplings.entries import clear, flatten_blocks, is_symmetric, remove
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Dense", "MatrixValued", "block_matrix_product"]
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from spinformer.spins.couplings.checks import (
     describe,
 )
 from spinformer.spins.couplings.entries import clear, remove, rounding
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CurieWeiss", "Lattice", "LowRank"]
 
