@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,99 +27,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 import spinformer as sf
+from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
 from simulations.runs import write_json
 from simulations.tables import align
 
-Solver = Any
-"""An approximation: ``solve(system) -> Equilibrium``."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """An approximation as the study shows it.
-
-    Attributes:
-        label: in figures and tables.
-        make: the approximation for a family.
-        site: the site law that it takes for spins of dimension D.
-        families: where it applies.
-        look: colour, line style and marker.
-    """
-
-    label: str
-    make: Callable[[], Solver]
-    site: Callable[[int], sf.SiteLaw]
-    families: tuple[str, ...]
-    look: dict[str, Any]
-
-
-def _exact_law(dim: int) -> sf.SiteLaw:
-    return sf.Ising() if dim == 1 else sf.Sphere(dim)
-
-
-def _large_d_law(dim: int) -> sf.SiteLaw:
-    return sf.Ising() if dim == 1 else sf.LargeDSphere(dim)
-
-
-_EVERYWHERE = ("glass", "pair", "ring")
+# Families of an approximation that does not apply to all.
+_FAMILIES = {"tap_large_d": ("pair",), "bethe": ("glass", "ring")}
 # Share of the instances that must be solved for a mean over them to be shown.
 _SOLVED = 0.9
-# Below order some maps oscillate: half steps cost little and settle them. What still fails is left
-# out of a mean and counted.
-_ITERATION: dict[str, Any] = {"damping": 0.5, "max_iterations": 4000, "on_failure": "ignore"}
-METHODS: dict[str, Method] = {
-    "mean_field": Method(
-        "mean field",
-        lambda: sf.MeanField(**_ITERATION),
-        _exact_law,
-        _EVERYWHERE,
-        {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-    ),
-    "tap": Method(
-        "TAP",
-        lambda: sf.TAP(**_ITERATION),
-        _exact_law,
-        _EVERYWHERE,
-        {"color": "#56B4E9", "linestyle": "-.", "marker": "D"},
-    ),
-    "tap_large_d": Method(
-        "TAP, large-D form",
-        lambda: sf.TAP(**_ITERATION),
-        _large_d_law,
-        ("pair",),
-        {"color": "#CC79A7", "linestyle": ":", "marker": "x"},
-    ),
-    "adaptive_tap": Method(
-        "adaptive TAP",
-        lambda: sf.AdaptiveTAP(on_failure="ignore"),
-        _exact_law,
-        _EVERYWHERE,
-        {"color": "#009E73", "linestyle": "-", "marker": "v"},
-    ),
-    "bethe": Method(
-        "Bethe",
-        lambda: sf.Bethe(**_ITERATION),
-        _exact_law,
-        ("glass", "ring"),
-        {"color": "#E69F00", "linestyle": "-", "marker": "P"},
-    ),
-    "sd0": Method(
-        "steepest descent (SD0)",
-        lambda: sf.SteepestDescent(on_failure="ignore"),
-        _exact_law,
-        _EVERYWHERE,
-        {"color": "#D55E00", "linestyle": "-", "marker": "^"},
-    ),
-    "sd1": Method(
-        "with fluctuations (SD1)",
-        lambda: sf.SteepestDescent(fluctuations=True, on_failure="ignore"),
-        _exact_law,
-        _EVERYWHERE,
-        {"color": "#000000", "linestyle": "-", "marker": "o"},
-    ),
-}
 QUANTITIES = {
     "magnetization": "relative error of m",
     "log_partition": "error of log Z per spin",
@@ -194,16 +110,16 @@ def measure(panel: Panel, betas: Tensor, instances: int, seed: int) -> dict[str,
     bonds = dense.abs().expand(len(field), *dense.shape[-2:]) > 0
     found: dict[str, Any] = {
         name: {"converged": [], "seconds": 0.0, **{quantity: [] for quantity in QUANTITIES}}
-        for name, method in METHODS.items()
-        if panel.family in method.families
+        for name in APPROXIMATIONS
+        if panel.family in _FAMILIES.get(name, (panel.family,))
     }
     for beta in betas.tolist():
-        exact = sf.Exact().solve(sf.SpinSystem(dense, field, beta, _exact_law(panel.dim)))
+        exact = sf.Exact().solve(sf.SpinSystem(dense, field, beta, exact_law(panel.dim)))
         reference = _observables(exact, bonds)
         for name, row in found.items():
-            system = sf.SpinSystem(dense, field, beta, METHODS[name].site(panel.dim))
+            system = sf.SpinSystem(dense, field, beta, APPROXIMATIONS[name].site(panel.dim))
             start = time.perf_counter()
-            equilibrium = METHODS[name].make().solve(system)
+            equilibrium = APPROXIMATIONS[name].make().solve(system)
             observables = _observables(equilibrium, bonds)
             row["seconds"] += time.perf_counter() - start
             converged = equilibrium.converged
@@ -273,9 +189,9 @@ def draw(results: dict[str, Any], out: Path) -> Path:
                 ]
                 if not points:
                     continue
-                look = {"markersize": 3.5, "linewidth": 1.4, **METHODS[name].look}
+                look = {"markersize": 3.5, "linewidth": 1.4, **APPROXIMATIONS[name].look}
                 (line,) = axis.plot(*zip(*points, strict=True), **look)
-                handles.setdefault(METHODS[name].label, line)
+                handles.setdefault(APPROXIMATIONS[name].label, line)
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9
     )
@@ -297,7 +213,7 @@ def render(results: dict[str, Any]) -> str:
                 cells = [entry[quantity][i] for i in chosen]
                 rows.append(
                     (
-                        f"{panel['title']}: {METHODS[name].label}",
+                        f"{panel['title']}: {APPROXIMATIONS[name].label}",
                         *("-" if cell is None else f"{cell:.1e}" for cell in cells),
                         f"{min(entry['converged'][i] for i in chosen):.0%}",
                     )
