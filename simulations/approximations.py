@@ -8,7 +8,7 @@ from typing import Any
 
 import spinformer as sf
 
-__all__ = ["APPROXIMATIONS", "Approximation", "exact_law"]
+__all__ = ["APPROXIMATIONS", "ITERATION", "Approximation", "exact_law"]
 
 Solver = Any
 """An approximation: ``solve(system) -> Equilibrium``."""
@@ -42,23 +42,23 @@ def _large_d_law(dim: int) -> sf.SiteLaw:
 
 # Below order some maps oscillate: half steps cost little and settle them. What still fails is left
 # out of a mean and counted.
-_ITERATION: dict[str, Any] = {"damping": 0.5, "max_iterations": 4000, "on_failure": "ignore"}
+ITERATION: dict[str, Any] = {"damping": 0.5, "max_iterations": 4000, "on_failure": "ignore"}
 APPROXIMATIONS: dict[str, Approximation] = {
     "mean_field": Approximation(
         "mean field",
-        lambda: sf.MeanField(**_ITERATION),
+        lambda: sf.MeanField(**ITERATION),
         exact_law,
         {"color": "#0072B2", "linestyle": "--", "marker": "s"},
     ),
     "tap": Approximation(
         "TAP",
-        lambda: sf.TAP(**_ITERATION),
+        lambda: sf.TAP(**ITERATION),
         exact_law,
         {"color": "#56B4E9", "linestyle": "-.", "marker": "D"},
     ),
     "tap_large_d": Approximation(
         "TAP, large-D form",
-        lambda: sf.TAP(**_ITERATION),
+        lambda: sf.TAP(**ITERATION),
         _large_d_law,
         {"color": "#CC79A7", "linestyle": ":", "marker": "x"},
     ),
@@ -70,7 +70,7 @@ APPROXIMATIONS: dict[str, Approximation] = {
     ),
     "bethe": Approximation(
         "Bethe",
-        lambda: sf.Bethe(**_ITERATION),
+        lambda: sf.Bethe(**ITERATION),
         exact_law,
         {"color": "#E69F00", "linestyle": "-", "marker": "P"},
     ),

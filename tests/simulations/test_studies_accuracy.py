@@ -9,6 +9,7 @@ import torch
 
 import simulations.accuracy as study
 import spinformer as sf
+from simulations import approximations
 
 
 def run(out: Path, *words: str) -> int:
@@ -51,7 +52,7 @@ def test_an_error_is_what_it_says() -> None:
 
 def test_a_mean_over_the_easy_instances_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = {"max_iterations": 2, "on_failure": "ignore"}
-    monkeypatch.setattr(study, "_ITERATION", lazy)
+    monkeypatch.setattr(approximations, "ITERATION", lazy)
     found = study.measure(study.Panel("glass", 1), torch.tensor([2.0]), 3, 0)["tap"]
     assert found["converged"] == [0.0]
     assert found["magnetization"] == found["log_partition"] == [None]
@@ -62,7 +63,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "panels", lambda quick: panels)
         # What oscillates in the cold does so for long; a failure is shown as one either way.
-        patch.setattr(study, "_ITERATION", {**study._ITERATION, "max_iterations": 100})
+        patch.setattr(approximations, "ITERATION", {**approximations.ITERATION, "max_iterations": 100})
         assert run(tmp_path, "--instances", "2") == 0
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [panel["dim"] for panel in results["panels"]] == [3, 1]
