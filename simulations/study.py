@@ -31,6 +31,12 @@ class Study(Protocol):
 STUDIES: dict[str, str] = {
     "compare": "simulations.compare",
     "accuracy": "simulations.accuracy",
+    "phase_diagram": "simulations.phase_diagram",
+    "fidelity": "simulations.fidelity",
+    "trained_couplings": "simulations.trained_couplings",
+    "large_d": "simulations.large_d",
+    "landscape": "simulations.landscape",
+    "beta_sweep": "simulations.beta_sweep",
     "total_derivative": "simulations.total_derivative",
     "boltzmann": "simulations.boltzmann",
     "class_token": "simulations.class_token",

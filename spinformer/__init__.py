@@ -19,6 +19,7 @@ from spinformer.equilibrium.bethe import Bethe
 from spinformer.equilibrium.steepest_descent import SteepestDescent
 from spinformer.equilibrium.search import LowestFreeEnergy
 from spinformer.equilibrium.field_density import FieldDensity
+from spinformer.sampling.monte_carlo import MonteCarlo
 from spinformer.thermo.equilibrium import Equilibrium
 from spinformer.solve.solution import Solution
 
@@ -41,6 +42,7 @@ __all__ = [
     "LargeDSphere",
     "LowestFreeEnergy",
     "MeanField",
+    "MonteCarlo",
     "SiteLaw",
     "Solution",
     "Sphere",

@@ -27,6 +27,10 @@ class ConvergenceError(SpinformerError, RuntimeError):
     """An iteration stopped before it reached its tolerance."""
 
 
+class NotSampledError(SpinformerError, RuntimeError):
+    """A Monte Carlo run was asked for what it did not measure."""
+
+
 class ConvergenceWarning(UserWarning):
     """An iteration stopped before it reached its tolerance, and the caller asked to go on."""
 

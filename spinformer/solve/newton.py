@@ -131,7 +131,8 @@ def minimize_in_cone(
             does not depend on it; the number of steps does.
         tolerance: None is 1e-12 in float64 and 1e-5 in float32.
         max_iterations: Newton steps in all. 3 to 6 are usual; the hardest cases that are known
-            (K up to 1e6, N up to 512) take fewer than the default.
+            (K up to 1e6, N up to 512) take fewer than the default. A system that runs out of them
+            inside the cone is left where its last step led.
 
     Returns:
         the :class:`ConeMinimum`.
@@ -167,7 +168,9 @@ def minimize_in_cone(
         start = start.masked_fill(broken[:, None], 1.0)
     steps = torch.zeros(len(b), dtype=torch.int64, device=b.device)
     state = _quick(matrix, b, start, steps, tolerance, max_iterations, work)
-    rest = (~state.done).nonzero()[:, 0]
+    # What ran out of steps inside the cone keeps its last point: the path would begin anew.
+    spent = (state.steps >= max_iterations) & state.residual.isfinite()
+    rest = (~state.done & ~spent).nonzero()[:, 0]
     if len(rest):
         state = state.double()
         matrix, rest_b, part = matrix[rest].double(), b[rest].double(), state.take(rest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from spinformer.spins.streams import Streams
 __all__ = ["Gaussian", "Ising", "LargeDSphere", "SiteLaw", "Sphere"]
 
 Radius = float | Literal["large_d"] | None
+Noise = tuple[Tensor, ...]
 
 
 class SiteLaw(abc.ABC):
@@ -76,7 +78,6 @@ class SiteLaw(abc.ABC):
     def covariance(self, b: Tensor) -> Tensor:
         r""":math:`\partial m_a / \partial b_c`, shape (..., D, D)."""
 
-    @abc.abstractmethod
     def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
         """One independent draw per site, shape (..., D).
 
@@ -88,6 +89,32 @@ class SiteLaw(abc.ABC):
         Raises:
             ValueError: a field that is not finite.
         """
+        _check_field(b)
+        if not isinstance(generator, Streams):
+            source = torch.default_generator if generator is None else generator
+            generator = Streams.from_seed(source, (), b.device)
+        return self.draw(b, generator)
+
+    def draw(self, b: Tensor, streams: Streams) -> Tensor:
+        """:meth:`sample` of chains, without a look at the values: for the innermost loop.
+
+        A spin in a field that is not finite is not finite either, and disturbs no other one. The
+        work is done in the dtype of ``b``, in float32 at least.
+        """
+        dtype = torch.promote_types(b.dtype, torch.float32)
+        noise = self.noise(b.shape[streams.keys.ndim : -1], streams, dtype)
+        return self.place(b.detach().to(dtype), noise).to(b.dtype)
+
+    @abc.abstractmethod
+    def noise(self, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+        """All of a draw that does not depend on the field: tensors (*keys, *sites, ...).
+
+        Spins that are drawn one after the other have their noise made at once.
+        """
+
+    @abc.abstractmethod
+    def place(self, b: Tensor, noise: Noise) -> Tensor:
+        """The spins that a noise makes in the fields b (*keys, *sites, D), in the noise's dtype."""
 
     def entropy(self, m: Tensor) -> Tensor:
         r"""Entropy of the law with mean m relative to the free spin,
@@ -135,11 +162,13 @@ class Ising(SiteLaw):
         _check_inside(m, 1.0)
         return torch.atanh(m)
 
-    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
-        streams = _streams(b, generator)
-        dtype = torch.promote_types(b.dtype, torch.float32)
-        uniform = streams.uniform(*b.shape[streams.keys.ndim :], dtype=dtype)
-        return torch.where(uniform < torch.sigmoid(2 * b), 1.0, -1.0).to(b.dtype)
+    def noise(self, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+        return (streams.uniform(*sites, 1, dtype=dtype),)
+
+    def place(self, b: Tensor, noise: Noise) -> Tensor:
+        up = (noise[0] < torch.sigmoid(2 * b)).to(b.dtype)
+        # Zero times a field is zero, or NaN where it is not finite.
+        return up.mul_(2).sub_(1).add_(b * 0)
 
 
 @strict_options
@@ -199,8 +228,11 @@ class Sphere(SiteLaw):
         y = (m * m).sum(-1) / self.radius**2
         return inverse_reduced_ratio(y, self.dim)[..., None] * m / self.radius**2
 
-    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
-        return _von_mises_fisher(b, self.radius, _streams(b, generator))
+    def noise(self, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+        return _sphere_noise(self.dim, sites, streams, dtype)
+
+    def place(self, b: Tensor, noise: Noise) -> Tensor:
+        return _von_mises_fisher(b, self.radius, noise)
 
     def _x(self, b: Tensor) -> Tensor:
         return self.radius**2 * (b * b).sum(-1)
@@ -257,8 +289,11 @@ class LargeDSphere(SiteLaw):
         _check_inside(m, self.radius)
         return self.dim / 2 * torch.log1p(-(m * m).sum(-1) / self.radius**2)
 
-    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
-        return _von_mises_fisher(b, self.radius, _streams(b, generator))
+    def noise(self, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+        return _sphere_noise(self.dim, sites, streams, dtype)
+
+    def place(self, b: Tensor, noise: Noise) -> Tensor:
+        return _von_mises_fisher(b, self.radius, noise)
 
     def _x(self, b: Tensor) -> Tensor:
         return (2 * self.radius / self.dim) ** 2 * (b * b).sum(-1)
@@ -323,11 +358,11 @@ class Gaussian(SiteLaw):
     def inverse_response(self, m: Tensor) -> Tensor:
         return m / self.variance
 
-    def sample(self, b: Tensor, generator: Streams | torch.Generator | None = None) -> Tensor:
-        streams = _streams(b, generator)
-        dtype = torch.promote_types(b.dtype, torch.float32)
-        noise = streams.normal(*b.shape[streams.keys.ndim :], dtype=dtype).to(b.dtype)
-        return self.variance * b + math.sqrt(self.variance) * noise
+    def noise(self, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+        return (streams.normal(*sites, self.dim, dtype=dtype),)
+
+    def place(self, b: Tensor, noise: Noise) -> Tensor:
+        return self.variance * b + math.sqrt(self.variance) * noise[0]
 
 
 def _sphere(dim: int, radius: Radius) -> tuple[int, float]:
@@ -371,75 +406,171 @@ def _check_field(b: Tensor) -> None:
         )
 
 
-def _streams(b: Tensor, generator: Streams | torch.Generator | None) -> Streams:
-    """The streams of a draw in fields b, whose leading axes are those of the streams."""
-    _check_field(b)
-    if isinstance(generator, Streams):
-        return generator
-    source = torch.default_generator if generator is None else generator
-    return Streams.from_seed(source, (), b.device)
+def _sphere_noise(dim: int, sites: Sequence[int], streams: Streams, dtype: torch.dtype) -> Noise:
+    """D = 3: a uniform number, and the cosine and sine of the angle about the field. D = 2: tries
+    of :func:`_tries`. Else those, and the direction across the field."""
+    if dim == 3:
+        chosen, angle = streams.uniform(2, *sites, dtype=dtype).movedim(streams.keys.ndim, 0)
+        angle = angle * (2 * math.pi)
+        return chosen, angle.cos(), angle.sin()
+    child = streams.child(*sites)
+    count = child.keys.numel()
+    tries = (child.keys, *_tries(dim, child, 4 if count < _FEW_SITES else 1, dtype))
+    if dim == 2:
+        return tries
+    tangent = streams.normal(*sites, dim - 1, dtype=dtype)
+    tangent /= torch.linalg.vecdot(tangent, tangent).sqrt_()[..., None]
+    return *tries, tangent
 
 
-def _von_mises_fisher(b: Tensor, radius: float, streams: Streams) -> Tensor:
+def _von_mises_fisher(b: Tensor, radius: float, noise: Noise) -> Tensor:
     """Exact draws of density exp(b . S) on |S| = R, for any D >= 2 and field.
 
-    The alignment w = S . b / (R |b|) is drawn as the gap 1 - w, which keeps its digits at strong
-    field; what is across the field is isotropic.
+    A spin is drawn about the first axis: its alignment w with that axis as the gap 1 - w, and the
+    part across, of length sqrt(1 - w^2), isotropic; both keep their digits in a strong field. Then
+    the first axis is turned to the field, by a reflection.
     """
     dim = b.shape[-1]
-    work = b.detach().double()
-    length = work.norm(dim=-1)
-    site = work.shape[streams.keys.ndim : -1]
-    if dim == 3:
-        gap = _gap_of_three(radius * length, streams.uniform(*site))
+    if dim > 3:
+        kappa, axis = _polar(b, torch.linalg.vecdot(b, b).sqrt_(), radius, -1)
+        gap, side = _gap(kappa, dim, noise)
+        tangent = noise[-1] * side[..., None]
+        first, rest = axis[..., 0], axis[..., 1:]
+        along, shift = _reflection(gap, torch.linalg.vecdot(rest, tangent), first)
+        tangent.addcmul_(rest, shift[..., None], value=-1)
+        return torch.cat([along[..., None], tangent], -1).mul_(radius)
+    # Component by component: two or three numbers are too few for a loop of their own.
+    planes = b.movedim(-1, 0).contiguous()
+    kappa, axis = _polar(planes, planes.square().sum(0).sqrt_(), radius, 0)
+    first, *others = axis
+    if dim == 2:
+        gap, side = _gap(kappa, dim, noise)
+        across = [side]
     else:
-        gap = _gap(radius * length, dim, streams.child(*site))
+        chosen, cosine, sine = noise
+        gap = _gap_of_three(kappa, chosen)
+        side = gap.mul(2 - gap).sqrt_()
+        across = [side * cosine, side * sine]
+    product = across[0] * others[0]
+    if dim == 3:
+        product.addcmul_(across[1], others[1])
+    along, shift = _reflection(gap, product, first)
+    spins = torch.empty_like(planes)
+    torch.mul(along, radius, out=spins[0])
+    for spin, part, direction in zip(spins[1:], across, others, strict=True):
+        torch.mul(part.addcmul_(direction, shift, value=-1), radius, out=spin)
+    return spins.movedim(0, -1)
 
-    # At zero field the alignment is measured along any axis: take the first.
-    axis = work / torch.where(length > 0, length, 1.0)[..., None]
-    axis[..., 0] += (length == 0).to(axis.dtype)
-    tangent = streams.normal(*site, dim)
-    for _ in range(2):  # twice: where little is left, the first projection leaves rounding errors
-        tangent.addcmul_(torch.linalg.vecdot(tangent, axis)[..., None], axis, value=-1)
-    across = radius * torch.sqrt(gap * (2 - gap)) / tangent.norm(dim=-1)
-    axis.mul_(radius * (1 - gap)[..., None])
-    return axis.addcmul_(across[..., None], tangent).to(b.dtype)
+
+def _polar(field: Tensor, length: Tensor, radius: float, components: int) -> tuple[Tensor, Tensor]:
+    """kappa and the direction of a field, whose components are along an axis of its tensor."""
+    # A field of 1e-15 is as good as none, and of shorter ones the squares may lose their digits.
+    free = length < 1e-15
+    kappa = (radius * length).clamp_(min=1e-15)
+    if not bool(free.any()):
+        return kappa, field / length.unsqueeze(components)
+    axis = field / length.masked_fill_(free, torch.inf).unsqueeze(components)
+    axis.select(components, 0).masked_fill_(free, 1.0)  # any direction will do
+    return kappa, axis
+
+
+def _reflection(gap: Tensor, product: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """A reflection that takes the first axis, or its negative, to the axis n of a field.
+
+    It goes along n + s e, s the sign of n's first component, which is never short. Reflected is
+    what has -s w along e, with w = 1 - gap, and a part across e whose product with n is given.
+
+    Returns:
+        The first component of the image, and the multiple of n to be taken off the others.
+    """
+    sign = torch.ones_like(first).copysign_(first)
+    alignment = 1 - gap
+    shift = product.div(first.abs().add_(1)).sub_(alignment)
+    return (first + sign).mul_(shift).addcmul_(sign, alignment).neg_(), shift
 
 
 def _gap_of_three(kappa: Tensor, uniform: Tensor) -> Tensor:
     """1 - w in three dimensions, where the density exp(kappa w) has a closed distribution."""
-    safe = torch.where(kappa > 0, kappa, 1.0)
-    gap = -torch.log1p(uniform * torch.expm1(-2 * safe)) / safe
-    return torch.where(kappa > 0, gap, 2 * uniform)
+    return (kappa * -2).expm1_().mul_(uniform).log1p_().div_(kappa).neg_()
 
 
-def _gap(kappa: Tensor, dim: int, streams: Streams) -> Tensor:
-    """1 - w by rejection from Wood's envelope (1994, Comm. Stat. Sim. 23, 157).
+def _gap(kappa: Tensor, dim: int, noise: Noise) -> tuple[Tensor, Tensor]:
+    r"""1 - w and sqrt(1 - w^2) by rejection from Wood's envelope (1994, Comm. Stat. Sim. 23, 157).
 
-    The acceptance rate is above 2 / 3 for every D and kappa. The symmetric beta variate of the
-    envelope comes from two uniform numbers (Ulrich 1984, Appl. Stat. 33, 158).
+    The envelope is a symmetric beta variate y of density (1 - y^2)^((D - 3) / 2), seen through the
+    map of (-1, 1) that moves 0 to x, where it touches the law:
+
+    .. math:: 1 - w = \frac{(1 - x)(1 - y)}{1 + x y},\quad
+              \log p = (D - 1)\Big[\frac{x y}{1 + x y} - \log(1 + x y)\Big],\quad
+              x = \frac{2\kappa}{D - 1 + \sqrt{4\kappa^2 + (D - 1)^2}},
+
+    with p the probability to accept. Written so, nothing large cancels at any kappa. The rate is
+    above 2 / 3 for every D and kappa.
     """
-    root = torch.sqrt(4 * kappa**2 + (dim - 1) ** 2)
-    ratio = (dim - 1) / (2 * kappa + root)  # in (0, 1], 1 at zero field
-    x0 = (1 - ratio) / (1 + ratio)
-    # log(1 - x0^2) with 1 - x0^2 = 4 ratio / (1 + ratio)^2
-    log_bound = (dim - 1) * torch.log(4 * ratio / (1 + ratio) ** 2)
-
-    gap = torch.empty_like(kappa).flatten()
-    streams = streams.flatten()
-    pending = torch.arange(len(gap), device=gap.device)
-    constants = torch.stack([ratio, kappa, x0, log_bound]).flatten(1)
+    keys, *tries = noise[:4]
+    twice = 2 * kappa
+    root = (twice * twice).add_((dim - 1) ** 2).sqrt_()
+    touch = twice / (root + (dim - 1))
+    rest = (2 * (dim - 1)) / (twice + root + (dim - 1))  # 1 - x
+    gap, side, rejected = _first_accepted(touch, rest, dim, *tries)
+    if not bool(rejected.any()):
+        return gap, side
+    shape = gap.shape
+    touch, rest, gap, side = (t.flatten() for t in (touch, rest, gap, side))
+    pending = rejected.flatten().nonzero().flatten()
+    position = tries[0].shape[-1] * (4 if dim > 2 else 2)
+    position = position // 2 if kappa.dtype == torch.float32 else position
+    streams = Streams(keys.flatten()[pending], position)
     while len(pending):
-        r, k, x, bound = constants[:, pending]
-        first, second, third = streams.uniform(3).unbind(-1)
-        width = torch.sqrt(-torch.expm1(2 / (dim - 2) * torch.log(first))) if dim > 2 else 1.0
-        z = (1 + width * torch.cos(2 * math.pi * second)) / 2
-        proposal = 2 * r * z / (1 - (1 - r) * z)
-        # 1 - x0 w = (1 - x0) + x0 (1 - w)
-        log_accept = (
-            k * (1 - proposal - x) + (dim - 1) * torch.log(2 * r / (1 + r) + x * proposal) - bound
+        # A few sites cost the same whether they try once or four times; the numbers of a try are
+        # the same either way.
+        more = _tries(dim, streams, 4 if len(pending) < _FEW_SITES else 1, kappa.dtype)
+        gap[pending], side[pending], rejected = _first_accepted(
+            touch[pending], rest[pending], dim, *more
         )
-        accepted = torch.log(third) <= log_accept
-        gap[pending[accepted]] = proposal[accepted]
-        pending, streams = pending[~accepted], streams[~accepted]
-    return gap.reshape(kappa.shape)
+        again = rejected.nonzero().flatten()
+        pending, streams = pending[again], streams[again]
+    return gap.reshape(shape), side.reshape(shape)
+
+
+_FEW_SITES = 500
+
+
+def _tries(dim: int, streams: Streams, count: int, dtype: torch.dtype) -> Noise:
+    """Variates y of the envelope, sqrt(1 - y^2), and logarithms of uniform numbers, (..., count).
+
+    y comes from two uniform numbers (Ulrich 1984, Appl. Stat. 33, 158); for D = 2 it is the cosine
+    of an angle, whose sine gives the part across its sign.
+    """
+    # Four where three would do: in float32 they come in pairs, which must not be torn.
+    uniform = streams.uniform(count, 4 if dim > 2 else 2, dtype=dtype)
+    angle, accept, *width = uniform.unbind(-1)
+    angle = angle * (2 * math.pi)
+    y = angle.cos()
+    if dim == 2:
+        return y, angle.sin(), accept.log()
+    # The square of the width is 1 - u^(2 / (D - 2)).
+    y.mul_(width[0].log().mul_(2 / (dim - 2)).expm1_().neg_().sqrt_())
+    return y, torch.addcmul(torch.ones_like(y), y, y, value=-1).sqrt_(), accept.log()
+
+
+def _first_accepted(
+    touch: Tensor, rest: Tensor, dim: int, y: Tensor, wide: Tensor, accept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """1 - w and sqrt(1 - w^2) of the first of some tries that is accepted, and whether none is."""
+    shift = touch[..., None] * y
+    scale = shift + 1
+    log_accept = (shift / scale).sub_(shift.log1p_()).mul_(dim - 1)
+    # At the end of the range an infinity meets its opposite: not a number, and not accepted.
+    accepted = accept <= log_accept
+    if y.shape[-1] == 1:
+        y, wide, scale, found = y[..., 0], wide[..., 0], scale[..., 0], accepted[..., 0]
+    else:
+        found, first = accepted.to(torch.int8).max(-1, keepdim=True)
+        y, wide, scale = (t.gather(-1, first)[..., 0] for t in (y, wide, scale))
+        found = found[..., 0].bool()
+    gap = (1 - y).mul_(rest).div_(scale)
+    # 1 - x^2 = (1 - x)(1 + x)
+    side = (touch + 1).mul_(rest).sqrt_().mul_(wide).div_(scale)
+    # In a broken field nothing else is ever found.
+    return gap, side, ~(found | touch.isnan())

@@ -74,7 +74,7 @@ class Streams:
                 f"seed={seed!r}: pass an integer, a torch.Generator, or the int64 keys of chains"
             )
         try:
-            return cls(keys.expand(*shape).contiguous())
+            return cls(keys.expand(tuple(shape)).contiguous())
         except RuntimeError as error:
             raise ValueError(
                 f"seed has shape {tuple(keys.shape)}: the keys of chains must expand to "
@@ -103,8 +103,10 @@ class Streams:
     def words(self, *shape: int) -> Tensor:
         """32 random bits each, int32 (*keys.shape, *shape): half the price of :meth:`bits`."""
         count = math.prod(shape)
-        halves = self.bits((count + 1) // 2).view(torch.int32)
-        return halves[..., :count].reshape(*self.keys.shape, *shape)
+        halves = self.bits((count + 1) // 2)
+        if not halves.numel():  # a view needs strides, which emptiness has not
+            return halves.new_empty(*self.keys.shape, *shape, dtype=torch.int32)
+        return halves.view(torch.int32)[..., :count].reshape(*self.keys.shape, *shape)
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         """Uniform in the open interval (0, 1), (*keys.shape, *shape).

@@ -63,7 +63,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "panels", lambda quick: panels)
         # What oscillates in the cold does so for long; a failure is shown as one either way.
-        patch.setattr(approximations, "ITERATION", {**approximations.ITERATION, "max_iterations": 100})
+        patched = {**approximations.ITERATION, "max_iterations": 100}
+        patch.setattr(approximations, "ITERATION", patched)
         assert run(tmp_path, "--instances", "2") == 0
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [panel["dim"] for panel in results["panels"]] == [3, 1]
