@@ -67,7 +67,7 @@ class Plan:
 
 
 QUICK = Plan({"curie_weiss": 32, "glass": 24, "square": 6, "cubic": 4}, 2, 6, 4, 300)
-FULL = Plan({"curie_weiss": 128, "glass": 64, "square": 16, "cubic": 6}, 8, 14, 8, 4000)
+FULL = Plan({"curie_weiss": 64, "glass": 64, "square": 16, "cubic": 6}, 4, 14, 8, 2500)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def measure(
     ordered[..., -1] = 0.9 * _radius(system)
     for name in SHOWN:
         solver = APPROXIMATIONS[name].make()
-        # Steepest descent has one solution; the others start where an ordered one would be found.
-        start = None if name in ("sd0", "sd1") else ordered
+        # Steepest descent has one solution. The others start where an ordered one would be found,
+        # but for the glass, which has no order along the field.
+        start = None if name in ("sd0", "sd1") or panel.kind == "glass" else ordered
         solved = solver.solve(system, start)
         # A mean over the systems that were solved alone would flatter.
         kept = solved.converged.all(1)
@@ -215,8 +216,8 @@ def draw(results: dict[str, Any], kind: str) -> Figure:
         kind, f"{size}"
     )
     figure.suptitle(
-        f"{KINDS[kind]}, {sites} spins of D components in a field of {results['field']:.0%} of "
-        "their neighbours' force",
+        f"{KINDS[kind]}, {sites} spins\n"
+        f"in a field of {results['field']:.0%} of the neighbours' force",
         fontsize=12,
     )
     axes = figure.subplots(len(QUANTITIES), len(panels), squeeze=False, sharex=True, sharey="row")
@@ -238,7 +239,7 @@ def draw(results: dict[str, Any], kind: str) -> Figure:
                 axis.set_ylabel(text if quantity == "order" else label, fontsize=9)
             if critical is not None:
                 line = axis.axvline(critical, color="0.6", linestyle=":", linewidth=1.2)
-                handles.setdefault("infinite lattice orders here (no field)", line)
+                handles.setdefault("infinite lattice orders (no field)", line)
             for name, curve in panel["curves"].items():
                 look = {**APPROXIMATIONS[name].look, "marker": "", "linewidth": 1.5}
                 values = [float("nan") if v is None else v for v in curve[quantity]]
@@ -261,9 +262,9 @@ def draw(results: dict[str, Any], kind: str) -> Figure:
                     linewidth=1,
                     zorder=5,
                 )
-                name = "Monte Carlo" if settled else "Monte Carlo, run too short to trust its error"
+                name = "Monte Carlo" if settled else "Monte Carlo, too short a run"
                 handles.setdefault(name, points)
-            top = max(sampled[quantity]) * 1.35
+            top = 1.05 if quantity == "order" else max(sampled[quantity]) * 1.35
             axis.set_ylim(0, max(top, axis.get_ylim()[1] if column else 0))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9)
     return figure
@@ -306,7 +307,7 @@ class _PhaseDiagram:
             help="field, in units of the neighbours' largest force (default: %(default)s)",
         )
         parser.add_argument(
-            "--sweeps", type=positive, metavar="N", help="of each chain (default 4000, quick 300)"
+            "--sweeps", type=positive, metavar="N", help="of each chain (default 2500, quick 300)"
         )
 
     def run(self, args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 from tqdm import tqdm
 
@@ -396,10 +397,27 @@ class Row:
         return tuple(self.found[0]["errors"])
 
 
-def typical(errors: Errors) -> float | None:
-    """Root of the mean squared error over the systems that have one: noise averages out of it."""
-    known = errors.squared[errors.solved & np.isfinite(errors.squared)]
-    return float(np.sqrt(max(known.mean(), 0.0))) if len(known) else None
+def typical(errors: Errors) -> tuple[float, float] | None:
+    """Root of the mean squared error over the systems that have one, and what is seen of it.
+
+    The noise of single systems averages out of the mean of squares; the second number is twice the
+    standard error of that mean, as an error.
+    """
+    known = errors.solved & np.isfinite(errors.squared)
+    count = int(known.sum())
+    if not count:
+        return None
+    mean = float(errors.squared[known].mean())
+    spread = float(np.sqrt(np.square(errors.noise[known]).sum())) / count
+    return float(np.sqrt(max(mean, 0.0))), float(np.sqrt(2 * spread))
+
+
+def _percent(errors: Errors) -> str:
+    found = typical(errors)
+    if found is None:
+        return "-"
+    error, resolution = found
+    return f"{100 * error:.2g} %" if error > resolution else f"<{100 * resolution:.1g} %"
 
 
 def gather(measured: Sequence[tuple[Job, int, bool, dict[str, Any]]]) -> list[Row]:
@@ -438,9 +456,6 @@ def render(rows: Sequence[Row]) -> str:
     others = [name for name in dict.fromkeys(n for r in rows for n in r.methods) if name != "block"]
     header = ("task, block, layer", "", "K", "H", "k", "beta", "own error", *others)
 
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.2g} %"
-
     lines = []
     for row in rows:
         middle = {
@@ -455,11 +470,8 @@ def render(rows: Sequence[Row]) -> str:
                 "{1:.2f} ({0:.2f}-{2:.2f})".format(*middle["field"]),
                 "{1:.2f} ({0:.2f}-{2:.2f})".format(*middle["loop"]),
                 f"{middle['beta'][1]:.2f}",
-                percent(typical(row.errors("block"))),
-                *(
-                    percent(typical(row.errors(name))) if name in row.methods else ""
-                    for name in others
-                ),
+                _percent(row.errors("block")),
+                *(_percent(row.errors(name)) if name in row.methods else "" for name in others),
             )
         )
     return align(header, lines) + (
@@ -528,6 +540,9 @@ def _loops(rows: Sequence[Row], panels: Sequence[fidelity.Panel]) -> Figure:
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim(5e-4, 1.0)
+        ticks = [0.05, 0.1, 0.2, 0.5]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("loop strength k, from the magnetizations alone", fontsize=9)
         axis.set_title(
             "symmetric couplings, against equilibrium"
