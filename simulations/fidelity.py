@@ -45,6 +45,7 @@ from simulations.maps import (
     legend_patches,
     loop_strength,
     mean_field_fluctuations,
+    nearness,
     relative_errors,
     sample_equilibrium,
     sample_steady,
@@ -71,7 +72,10 @@ _ITERATION: dict[str, Any] = {
 EQUILIBRIUM: dict[str, tuple[str, Callable[[], Any]]] = {
     "mean_field": ("mean field", lambda: sf.MeanField(**_ITERATION)),
     "tap": ("TAP", lambda: sf.TAP(**_ITERATION)),
-    "adaptive_tap": ("adaptive TAP", lambda: sf.AdaptiveTAP(on_failure="ignore")),
+    "adaptive_tap": (
+        "adaptive TAP",
+        lambda: sf.AdaptiveTAP(max_iterations=200, on_failure="ignore"),
+    ),
     "sd0": ("SD0", lambda: sf.SteepestDescent(on_failure="ignore")),
     "sd1": ("SD1", lambda: sf.SteepestDescent(fluctuations=True, on_failure="ignore")),
 }
@@ -160,6 +164,7 @@ class Panel:
         trusted: where the chains agree, (K, H).
         loop: how strong a spin's own echo is by mean field's magnetizations, (K, H)
             (:func:`~simulations.maps.loop_strength`).
+        nearness: how near mean field is to ordering, (K, H) (:func:`~simulations.maps.nearness`).
         gap: the relative distance of the magnetizations of mean field and TAP, (K, H).
         errors: by quantity and approximation.
         seconds: of sampling.
@@ -171,9 +176,16 @@ class Panel:
     field: Array
     trusted: NDArray[np.bool_]
     loop: Array
+    nearness: Array
     gap: Array
     errors: dict[str, dict[str, Errors]] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def predicted(self) -> Array:
+        """k^2 / (1 - nearness), what mean field's error is about; NaN where it orders by itself."""
+        margin = np.where(self.nearness < 1, 1 - self.nearness, np.nan)
+        return self.loop**2 / margin
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """By name, for a file."""
@@ -183,6 +195,7 @@ class Panel:
             f"{prefix}/field": self.field,
             f"{prefix}/trusted": self.trusted,
             f"{prefix}/loop": self.loop,
+            f"{prefix}/nearness": self.nearness,
             f"{prefix}/gap": self.gap,
         }
         for quantity, methods in self.errors.items():
@@ -302,6 +315,7 @@ def _panel(
         np.array(plan.field),
         (truth.scatter() < _AGREE).numpy(),
         loop_strength(system, naive).numpy(),
+        nearness(system, naive).numpy(),
         gap.numpy(),
         found,
         seconds,
@@ -401,19 +415,21 @@ def loop_rule(panel: Panel, quantity: str, name: str) -> dict[str, float | None]
     return found
 
 
-def self_check(panel: Panel) -> dict[str, float] | None:
-    """Error of the first approximation's m over its distance from the second's: quantiles.
+def self_checks(panel: Panel) -> dict[str, dict[str, float]]:
+    """Error of the first approximation's m over what a user can know of it: quantiles of cells.
 
-    What a user can know without Monte Carlo, over what it is to stand for; over the cells whose
-    error is seen.
+    Over ``"predicted"`` (:attr:`Panel.predicted`), and ``"gap"``, its distance from the second
+    approximation; of the cells whose error is seen.
     """
     errors = next(iter(panel.errors["magnetization"].values()))
-    known = panel.trusted & errors.seen & errors.solved & (panel.gap > 0)
-    if known.sum() < 4:
-        return None
-    ratio = errors.size[known] / panel.gap[known]
-    low, middle, high = np.quantile(ratio, (0.1, 0.5, 0.9))
-    return {"tenth": float(low), "median": float(middle), "ninetieth": float(high)}
+    found = {}
+    for name, known in (("predicted", panel.predicted), ("gap", panel.gap)):
+        kept = panel.trusted & errors.seen & errors.solved & (known > 0)
+        if kept.sum() < 4:
+            continue
+        low, middle, high = np.quantile(errors.size[kept] / known[kept], (0.1, 0.5, 0.9))
+        found[name] = {"tenth": float(low), "median": float(middle), "ninetieth": float(high)}
+    return found
 
 
 def summarize(panels: Sequence[Panel]) -> list[dict[str, Any]]:
@@ -439,7 +455,7 @@ def summarize(panels: Sequence[Panel]) -> list[dict[str, Any]]:
                 "dim": panel.dim,
                 "seconds": panel.seconds,
                 "trusted": float(panel.trusted.mean()),
-                "self_check": self_check(panel),
+                "self_checks": self_checks(panel),
                 "methods": methods,
             }
         )
@@ -475,7 +491,7 @@ def draw(panels: Sequence[Panel], num_spins: int, out: Path) -> list[Path]:
                 f"Equilibrium: {QUANTITIES[quantity]}\n"
                 f"{FAMILIES[family].label}, N = {num_spins}; against Monte Carlo",
             )
-    figures["loop_strength.png"] = _loops(panels, num_spins)
+    figures["prediction.png"] = _predictions(panels, num_spins)
     return save(figures, out)
 
 
@@ -490,13 +506,13 @@ _LOOKS: dict[str, tuple[str, str]] = {
 }
 
 
-def _loops(panels: Sequence[Panel], num_spins: int) -> Figure:
-    """All errors of m that are seen, over one number instead of two."""
+def _predictions(panels: Sequence[Panel], num_spins: int) -> Figure:
+    """All errors of m that are seen, over one number that a user can know."""
     families = list(dict.fromkeys(panel.family for panel in panels))
     dims = list(dict.fromkeys(panel.dim for panel in panels))
-    figure = blank(1.2 + 2.6 * max(len(dims), 2), 1.3 + 2.5 * len(families))
+    figure = blank(1.2 + 2.6 * max(len(dims), 2), 1.5 + 2.5 * len(families))
     figure.suptitle(
-        "Errors of the magnetizations over the loop strength k\n"
+        "Errors of the magnetizations over what mean field says its own error is\n"
         f"every cell of the maps whose error is seen, N = {num_spins}",
         fontsize=11,
     )
@@ -506,25 +522,25 @@ def _loops(panels: Sequence[Panel], num_spins: int) -> Figure:
     for panel in panels:
         axis = axes[families.index(panel.family), dims.index(panel.dim)]
         for name, errors in panel.errors["magnetization"].items():
-            seen = errors.seen & errors.solved & panel.trusted
+            seen = errors.seen & errors.solved & panel.trusted & np.isfinite(panel.predicted)
             colour, mark = _LOOKS[name]
             points = axis.scatter(
-                panel.loop[seen], errors.size[seen], s=12, color=colour, marker=mark
+                panel.predicted[seen], errors.size[seen], s=12, color=colour, marker=mark
             )
             handles.setdefault(labels[name].removeprefix("kinetic "), points)
         axis.set_xscale("log")
         axis.set_yscale("log")
+        axis.set_xlim(3e-4, 3)
         axis.set_ylim(3e-4, 3)
-        k = np.geomspace(0.02, 1.0, 20)
-        (line,) = axis.plot(k, k**2, color="0.3", linewidth=1.0)
-        handles.setdefault("$k^2$", line)
+        (line,) = axis.plot([3e-4, 3], [3e-4, 3], color="0.3", linewidth=1.0)
+        handles.setdefault("as predicted", line)
         clean(axis)
         if panel.family == families[0]:
             axis.set_title(f"D = {panel.dim}", fontsize=10)
         if panel.dim == dims[0]:
             axis.set_ylabel(f"{FAMILIES[panel.family].label}\nrelative error of m", fontsize=8)
         if panel.family == families[-1]:
-            axis.set_xlabel("loop strength k", fontsize=9)
+            axis.set_xlabel(r"$k^2/(1-\Lambda)$", fontsize=9)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
@@ -592,25 +608,25 @@ def render(panels: Sequence[Panel]) -> str:
                 *(f"D = {panel.dim}" for panel in own),
             )
             parts.append(align(header, rows))
-    checks = [
-        (
-            f"{FAMILIES[panel.family].label}, D = {panel.dim}",
-            *(f"{check[key]:.2f}" for key in ("tenth", "median", "ninetieth")),
-        )
-        for panel in panels
-        if (check := self_check(panel)) is not None
-    ]
-    parts.append(
-        align(
-            ("error of mean field's m / its distance from TAP's", "10 %", "median", "90 %"),
-            checks,
-        )
-    )
+    for known, title in (
+        ("predicted", "error of mean field's m over k^2 / (1 - L)"),
+        ("gap", "error of mean field's m over its distance from TAP's"),
+    ):
+        checks = [
+            (
+                f"{FAMILIES[panel.family].label}, D = {panel.dim}",
+                *(f"{check[known][key]:.2f}" for key in ("tenth", "median", "ninetieth")),
+            )
+            for panel in panels
+            if known in (check := self_checks(panel))
+        ]
+        parts.append(align((title, "10 %", "median", "90 %"), checks))
     text = "\n\n".join(parts).replace("$", "").replace(r"J_{ij}=J_{ji}", "J_ij = J_ji")
     return f"""{text}
 
 Cells: k up to which the error stays below 1 % / 10 %; where it is a correction, error ~ a k^p.
-k^2 is the mean over i of sum_j (beta J_ij)^2 c_i c_j, with c = (R^2 - m^2) / D.
+k^2 is the mean over i of sum_j (beta J_ij)^2 c_i c_j, with c = (R^2 - m^2) / D; L is the
+largest eigenvalue of beta c_i J_ij.
 '>': nothing larger was seen; '-': never."""
 
 

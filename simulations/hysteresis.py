@@ -75,8 +75,8 @@ class Plan:
     grid: int
 
 
-QUICK = Plan(64, 16, (16, 64, 256), 6, 100)
-FULL = Plan(200, 32, (16, 64, 256, 1024, 4096), 12, 200)
+QUICK = Plan(64, 16, (16, 64, 256), 6, 60)
+FULL = Plan(200, 24, (16, 48, 128, 512, 2048), 8, 120)
 
 
 def build(dim: int, temperature: float | Tensor, size: int) -> sf.SpinSystem:
@@ -110,6 +110,18 @@ def loop(transient: Transient, period: int) -> tuple[Tensor, Tensor]:
     h = transient.fields[-period:].reshape(period, -1, system.dim)[:, 0, 0]
     m = transient.magnetization[-period:, ..., 0].mean(-1)
     return h / system.site.radius, m / system.site.radius
+
+
+def enclosed(h: list[float], m: list[float]) -> float:
+    """The area inside a closed loop, by the trapezoidal rule.
+
+    Of a steady answer: the work of a field that goes in finite steps is larger by half a step times
+    the range of m, even where nothing is carried.
+    """
+    return sum(
+        (h[i - 1] - h[i]) * (m[i - 1] + m[i]) / 2  # from the last point to the first, and on
+        for i in range(len(h))
+    )
 
 
 def crossing(h: list[float], m: list[float]) -> float:
@@ -168,6 +180,13 @@ def kinetic_area(case: Case, period: int) -> float:
     return float(transient.work[-period:].sum(0)) / (PAIR * system.site.radius**2)
 
 
+def kinetic_periods(plan: Plan) -> list[int]:
+    """Those of the simulation, and powers of two in between: they cost little."""
+    slowest = max(plan.periods)
+    powers = {2**k for k in range(3, slowest.bit_length()) if 2**k <= slowest}
+    return sorted(powers | set(plan.periods))
+
+
 @torch.no_grad()
 def carried_loop(case: Case, grid: int) -> dict[str, Any]:
     """The mean-field solution carried from field to field, and the area of its loop."""
@@ -182,11 +201,7 @@ def carried_loop(case: Case, grid: int) -> dict[str, Any]:
         state = solver.solve(system.replace(field=field), state).magnetization
         h.append(float(field[0, 0]) / radius)
         m.append(float(state[..., 0].mean()) / radius)
-    area = sum(
-        -(after - before) * value
-        for before, after, value in zip(h, [*h[1:], h[0]], m, strict=True)
-    )
-    return {"h": h, "m": m, "area": area}
+    return {"h": h, "m": m, "area": enclosed(h, m)}
 
 
 def spinodal(temperature: float) -> float:
@@ -280,8 +295,15 @@ def draw(results: dict[str, Any]) -> Figure:
     for axis, entry in zip(axes[0], results["loops"], strict=False):
         _draw_loops(axis, entry, periods)
     axes[0, 0].set_ylabel("$m / R$ along the field")
-    if results["loops"]:
-        axes[0, 0].legend(loc="upper left", fontsize=7.5)
+    if len(results["loops"]) > 1:  # where there is room for it
+        axes[0, 1].legend(
+            *axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize=7.5, frameon=False
+        )
+    figure.suptitle(
+        f"{results['size']} spins, all coupled alike, in a field that goes up and down: "
+        "Ising spins must jump, vectors can turn",
+        fontsize=12,
+    )
     _draw_areas(axes[1, 0], results["loops"])
     if "coercive" in results:
         _draw_coercive(axes[1, 1], results["coercive"], periods)
@@ -306,7 +328,7 @@ def _draw_loops(axis: Axes, entry: dict[str, Any], periods: list[int]) -> None:
             color=MEAN_FIELD,
             linestyle="--",
             linewidth=2,
-            label="carried mean field (infinitely slow)",
+            label="mean field, carried (infinitely slow)",
         )
     if entry["dim"] == 1 and entry["temperature"] < 1:
         for sign in (-1, 1):
@@ -322,8 +344,11 @@ def _draw_areas(axis: Axes, loops: list[dict[str, Any]]) -> None:
     axis.set_title("the work of a cycle", fontsize=10)
     axis.set_xlabel("period in steps")
     axis.set_ylabel("area of the loop per spin, $/ J R^2$")
-    axis.set_xscale("log", base=2)
+    axis.set_xscale("log")
     axis.set_yscale("log")
+    periods = sorted({one["period"] for entry in loops for one in entry["sampled"]})
+    axis.set_xticks(periods, [str(period) for period in periods])
+    axis.minorticks_off()
     for entry, (colour, marker) in zip(
         loops, (("#0072B2", "s"), ("#999999", "o"), ("#D55E00", "^")), strict=False
     ):
@@ -342,9 +367,10 @@ def _draw_areas(axis: Axes, loops: list[dict[str, Any]]) -> None:
         if "carried" in entry and entry["dim"] == 1 and entry["temperature"] < 1:
             axis.axhline(entry["carried"]["area"], color=colour, linestyle="--", linewidth=1.2)
             axis.text(
-                axis.get_xlim()[1],
-                entry["carried"]["area"] * 0.93,
-                "carried mean field",
+                0.99,
+                entry["carried"]["area"] * 0.95,
+                "mean field, carried",
+                transform=axis.get_yaxis_transform(),
                 color=colour,
                 fontsize=8,
                 ha="right",
@@ -368,7 +394,7 @@ def _draw_coercive(axis: Axes, entry: dict[str, Any], periods: list[int]) -> Non
         color=MEAN_FIELD,
         marker="s",
         linestyle="",
-        label="carried mean field",
+        label="mean field, carried",
     )
     for one in entry["sampled"]:
         axis.plot(
@@ -380,14 +406,28 @@ def _draw_coercive(axis: Axes, entry: dict[str, Any], periods: list[int]) -> Non
             linewidth=1,
             label=f"simulation, period {one['period']}",
         )
-    axis.set_xlim(0.2, 1.6)
+    axis.set_xlim(0.25, 1.45)
     axis.set_ylim(-0.02, AMPLITUDE)
     axis.legend(loc="upper right", fontsize=7.5)
 
 
 def _draw_sequence(axis: Axes, entry: dict[str, list[float]]) -> None:
-    axis.set_title("a block that carries its state remembers its last strong input", fontsize=10)
-    axis.set_xlabel("inputs, one after another")
+    axis.set_title("a Transformer block that carries its state remembers", fontsize=10)
+    first = 0
+    for height, count in PULSES:
+        if height:
+            word = "strong" if abs(height) > spinodal(COLD) else "weak"
+            axis.text(
+                first + count / 2,
+                height + math.copysign(0.06, height),
+                word,
+                ha="center",
+                va="bottom" if height > 0 else "top",
+                fontsize=8,
+                color="0.35",
+            )
+        first += count
+    axis.set_xlabel(f"inputs of {TOKENS} tokens, one after another")
     axis.set_ylabel("mean over tokens")
     steps = range(len(entry["input"]))
     axis.bar(steps, entry["input"], width=1, color="0.75", label="input")
@@ -399,9 +439,7 @@ def _draw_sequence(axis: Axes, entry: dict[str, list[float]]) -> None:
         linewidth=0.8,
         label="output, every solve from scratch",
     )
-    axis.plot(
-        steps, entry["carried"], color=MEAN_FIELD, linewidth=2, label="output, state carried"
-    )
+    axis.plot(steps, entry["carried"], color=MEAN_FIELD, linewidth=2, label="output, state carried")
     axis.set_ylim(-1.05, 1.6)
     axis.legend(loc="upper right", fontsize=7.5, ncols=1)
 
@@ -442,7 +480,7 @@ class _Hysteresis:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--chains", type=positive, metavar="N", help="of each system (default 32, quick 16)"
+            "--chains", type=positive, metavar="N", help="of each system (default 24, quick 16)"
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -472,14 +510,16 @@ class _Hysteresis:
 
     def _measure(self, results: dict[str, Any], plan: Plan, seed: int) -> None:
         """Fill in the results, one by one."""
-        cost = sum(plan.periods)
-        progress = tqdm(total=(len(CASES) + 1) * cost, desc="cycles", unit="step")
+        total = len(CASES) * sum(plan.periods) + sum(plan.periods[1:-1])
+        progress = tqdm(total=total, desc="cycles", unit="step")
         with progress:
             for case in CASES:
                 entry: dict[str, Any] = {**asdict(case), "sampled": []}
                 results["loops"].append(entry)
                 entry["carried"] = carried_loop(case, plan.grid)
-                entry["kinetic"] = [(period, kinetic_area(case, period)) for period in plan.periods]
+                entry["kinetic"] = [
+                    (period, kinetic_area(case, period)) for period in kinetic_periods(plan)
+                ]
                 for period in plan.periods:
                     entry["sampled"].append(_written(sampled_loop(case, period, plan, seed)))
                     progress.update(period)
@@ -491,7 +531,7 @@ class _Hysteresis:
                 "sampled": [],
             }
             results["coercive"] = found
-            for period in plan.periods[:-1]:  # the slowest of all temperatures would take long
+            for period in plan.periods[1:-1]:  # the slowest of all temperatures would take long
                 h = sampled_coercive(temperatures, period, plan, seed)
                 found["sampled"].append({"period": period, "h": [_or_none(x) for x in h]})
                 progress.update(period)

@@ -49,6 +49,7 @@ __all__ = [
     "field_strength",
     "legend_patches",
     "loop_strength",
+    "nearness",
     "relative_errors",
     "squared_distance",
 ]
@@ -172,6 +173,21 @@ def loop_strength(system: SpinSystem, magnetization: Tensor) -> Tensor:
         response = response.masked_fill(system.mask, 0.0)
     total = (response[..., :, None] * square * response[..., None, :]).sum((-2, -1))
     return system.beta * (total / system.num_present).sqrt()
+
+
+def nearness(system: SpinSystem, magnetization: Tensor) -> Tensor:
+    r"""How near mean field is to ordering by itself, (...): 1 where it does.
+
+    The largest real part of an eigenvalue of :math:`\beta c_i J_{ij}`, scalar couplings, with c as
+    in :func:`loop_strength`. What disturbs the force is amplified by one over one minus this.
+    """
+    radius = system.site.radius
+    assert radius is not None
+    response = (radius**2 - magnetization.square().sum(-1)) / system.dim
+    if system.mask is not None:
+        response = response.masked_fill(system.mask, 0.0)
+    gain = (system.beta[..., None] * response)[..., None] * system.couplings.to_dense()
+    return torch.linalg.eigvals(gain).real.amax(-1)
 
 
 # --- the truth ----------------------------------------------------------------------------------

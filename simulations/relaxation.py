@@ -141,15 +141,18 @@ def second_eigenvalue(transition: Tensor) -> float:
     return float(torch.linalg.eigvals(transition).abs().sort().values[-2])
 
 
-def decay(distance: list[float | None], error: list[float | None], skip: int = 3) -> float | None:
+def decay(
+    distance: list[float | None], error: list[float | None], near: float = 0.2
+) -> float | None:
     """The factor a step by which a measured distance falls, by a fit of its logarithm.
 
-    From the fourth step on, when fast modes are gone, as long as it stands out of the noise.
+    Where it is below ``near``, and deviations are small enough to be linear, and well above its
+    error. None with less than three such points.
     """
     points = [
         (t, math.log(d), e / d)
         for t, (d, e) in enumerate(zip(distance, error, strict=True))
-        if t >= skip and d is not None and e is not None and 0 < e < d / 5
+        if d is not None and e is not None and d < near and 0 < e < d / 5
     ]
     if len(points) < 3:
         return None
@@ -277,7 +280,7 @@ def draw(panels: list[dict[str, Any]]) -> Figure:
             if column == 0:
                 axis.set_ylabel(label, fontsize=9)
             _draw_row(axis, row, panel, handles)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
@@ -337,7 +340,7 @@ def _predict(axis: Axes, panel: dict[str, Any], names: list[str], handles: dict[
         values = [curve[last] * rate ** (t - last) for t in steps]
         # Wide and pale, under the curve that it predicts.
         (line,) = axis.plot(steps, values, color=LOOKS[name]["color"], linewidth=6, alpha=0.25)
-        handles.setdefault(r"predicted rate $\rho^t$ (in the colour of its equation)", line)
+        handles.setdefault(r"predicted rate $\rho^t$, in the equation's colour", line)
     lines = [rf"$\rho$ = {panel[name]['rate']:.3f}  {SHORT[name]}" for name in names]
     if panel["sampled"]["rate"] is not None:
         lines.append(f"fitted {panel['sampled']['rate']:.3f}  simulation")

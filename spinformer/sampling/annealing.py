@@ -325,12 +325,17 @@ def _force_scale(system: SpinSystem) -> Tensor:
     return torch.where(unit > 0, unit, 1.0)
 
 
+def _largest(values: Tensor) -> Tensor:
+    """Over the sites; zero of none."""
+    return values.amax(-1) if values.shape[-1] else values.sum(-1)
+
+
 def _residual(spins: Tensor, force: Tensor) -> Tensor:
     """As in :func:`quench`, (chains, *batch)."""
     size = force.norm(dim=-1, keepdim=True)
     radius = spins.norm(dim=-1, keepdim=True)
-    off = (size * spins - radius * force).norm(dim=-1).amax(-1)
-    most = (radius * size).amax((-2, -1))
+    off = _largest((size * spins - radius * force).norm(dim=-1))
+    most = _largest((radius * size)[..., 0])
     residual: Tensor = off / torch.where(most > 0, most, 1.0)
     return residual
 
@@ -343,7 +348,7 @@ def _align(chains: Chains, max_sweeps: int) -> Tensor:
     order = schedule(chains.system)
     spins = chains.spins
     eps = torch.finfo(spins.dtype).eps
-    least = 100 * eps * chains.force().norm(dim=-1).amax(-1)
+    least = 100 * eps * _largest(chains.force().norm(dim=-1))
     least = least.reshape(chains.num_chains, -1, 1, 1)
 
     def along(old: Tensor, force: Tensor) -> Tensor:

@@ -209,15 +209,16 @@ class _Kernel(Kernel):
         self._rows = chains.spins.shape[:-2].numel()
         self._bonds = bonds
         self._systems = max(system.batch_shape.numel(), 1)
-        self._field = system.field.detach().reshape(-1, system.num_spins, system.dim)
+        sites = (system.batch_shape.numel(), system.num_spins)
+        self._field = system.field.detach().reshape(*sites, system.dim)
         self._in_field = bool((self._field != 0).any())
         self._present = None
         if system.present is not None:
-            self._present = system.present.reshape(-1, system.num_spins)
+            self._present = system.present.reshape(sites)
         self._sites = system.num_present.double().expand(chains.spins.shape[:-2]).reshape(-1)
         # Where the bonds of a site begin, and behind the last one's end.
-        sites = torch.arange(system.num_spins, device=bonds.first.device)
-        self._starts = torch.searchsorted(bonds.first, sites).cpu().numpy()
+        every = torch.arange(system.num_spins, device=bonds.first.device)
+        self._starts = torch.searchsorted(bonds.first, every).cpu().numpy()
         self._block = max(1, min(self._rows, _BLOCK // max(len(bonds), system.num_spins, 1)))
         chain = np.arange(self._block, dtype=np.int32)[:, None]
         # Second sites, counted through all chains of a block.
@@ -243,6 +244,8 @@ class _Kernel(Kernel):
 
     @torch.no_grad()
     def sweep(self, count: int = 1) -> None:
+        if not self.chains.spins.numel():
+            return
         for _ in range(count):
             # A stream for the sweep: what a chain draws from it, and when, moves no other.
             streams = self.chains.streams.child().flatten()
@@ -452,7 +455,7 @@ def _listed(couplings: Couplings, move: str) -> tuple[Tensor, Tensor, Tensor]:
         first, second = torch.triu_indices(n, n, 1, device=couplings.device)
         return first, second, couplings.strength.detach()[..., None] / n
     matrix = couplings.to_dense().detach()
-    pattern = (matrix != 0).reshape(-1, n, n).any(0)
+    pattern = (matrix != 0).reshape(matrix.shape[:-2].numel(), n, n).any(0)
     first, second = (pattern | pattern.mT).triu(1).nonzero(as_tuple=True)
     _check_number(len(first), couplings, move)
     return first, second, matrix[..., first, second]

@@ -165,6 +165,8 @@ class _Paths(Kernel):
     def _first_step(self) -> Tensor:
         """Short against the fastest oscillation of a spin in the force that it feels now."""
         chains, system = self.chains, self.chains.system
+        if not system.num_spins:
+            return torch.full_like(chains.beta, self._path)
         pull = chains.beta * chains.force().norm(dim=-1).amax(-1)
         square = 1 + pull * system.site.scale / math.sqrt(system.dim)
         components = (system.num_present * system.dim).clamp(min=1)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +24,7 @@ from spinformer.sampling import storage
 from spinformer.sampling.chains import Chains, Move, Start
 from spinformer.sampling.local import HeatBath, OverRelaxation
 from spinformer.sampling.observables import Observables, Pairs, Record, Recorder, lattice_of
+from spinformer.sampling.progress import Progress, deferred_interrupt, reporting
 from spinformer.sampling.sampled import SampledEquilibrium
 from spinformer.spins.site import Gaussian
 from spinformer.spins.streams import Streams
@@ -36,7 +34,6 @@ from spinformer.thermo.statistics import split_r_hat
 __all__ = ["MonteCarlo"]
 
 Seed = int | Sequence[int] | Tensor | torch.Generator
-Progress = bool | Callable[[int, int], None]
 
 # Series shorter than this have no drift to look for.
 _FEWEST_MEASUREMENTS = 16
@@ -269,7 +266,15 @@ class _Run:
         """Warm up and measure, to the end or to Ctrl-C."""
         saved = time.monotonic()
         try:
-            with _deferred_interrupt() as asked, self._progress() as tell:
+            with (
+                deferred_interrupt() as asked,
+                reporting(
+                    self.options.progress,
+                    self.sweeps,
+                    done=self.chains.sweeps,
+                    spins=int(self.chains.system.num_present.sum()) * self.chains.num_chains,
+                ) as tell,
+            ):
                 for _ in self._steps():
                     tell(self.chains.sweeps, self.sweeps)
                     if asked():
@@ -325,30 +330,6 @@ class _Run:
                 for kernel in self.kernels:
                     kernel.sweep()
         self.chains.sweeps += count
-
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[int, int], None]]:
-        progress = self.options.progress
-        if callable(progress):
-            yield progress
-        elif not progress:
-            yield lambda done, total: None
-        else:
-            from tqdm.auto import tqdm  # noqa: PLC0415 (only where a bar is asked for)
-
-            chains = self.chains
-            spins = int(chains.system.num_present.sum()) * chains.num_chains
-            with tqdm(
-                total=self.sweeps * spins,
-                initial=chains.sweeps * spins,
-                unit="spin",
-                unit_scale=True,
-            ) as bar:
-
-                def tell(done: int, total: int) -> None:
-                    bar.update(done * spins - bar.n)
-
-                yield tell
 
     def record(self) -> Record:
         """What the run took down."""
@@ -434,34 +415,6 @@ class _Run:
         for number, kernel in enumerate(self.kernels):
             kernel.restore(storage.room(arrays, f"kernel.{number}."))
         self.recorder.restore(storage.room(arrays, "recorder."))
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C instead of raising it in the middle of a sweep; a second one is raised.
-
-    Only the main thread gets signals; elsewhere, and where Python does not handle them, nothing
-    is changed.
-    """
-    noted = False
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield lambda: False
-        return
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal noted
-        if noted:
-            raise KeyboardInterrupt
-        noted = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _default_moves(system: SpinSystem) -> tuple[Move, ...]:

@@ -212,7 +212,7 @@ class ReplicaOverlaps:
         """
         limit, count = self._limit(), bins
         if count is None:
-            few = self.system.dim == 1 and self.system.num_spins <= _MOST_VALUES
+            few = self.system.dim == 1 and 0 < self.system.num_spins <= _MOST_VALUES
             by_value = few and self.system.mask is None and self.system.site.radius is not None
             count = self.system.num_spins + 1 if by_value else _BINS
             if by_value:

@@ -36,7 +36,8 @@ from torch import Tensor
 from spinformer.errors import OnFailure, check_on_failure, report_failure, strict_options
 from spinformer.sampling.chains import Chains, Kernel, Move, Start
 from spinformer.sampling.local import HeatBath
-from spinformer.sampling.monte_carlo import MonteCarlo, Progress, Seed
+from spinformer.sampling.monte_carlo import MonteCarlo, Seed
+from spinformer.sampling.progress import Progress
 from spinformer.sampling.sampled import SampledEquilibrium
 from spinformer.spins.system import SpinSystem
 
@@ -220,7 +221,7 @@ def _check_ladder(chains: Chains) -> None:
     # first axis. Products of different shapes round differently, hence the margin.
     probe = chains.spins[0, :1].expand(chains.spins.shape[1:])
     force = torch.nan_to_num(system.force(probe))
-    size = force.abs().amax((-2, -1), keepdim=True)
+    size = force.square().sum((-2, -1), keepdim=True).sqrt()
     margin = 100 * torch.finfo(force.dtype).eps * size
     alike = bool(((force - force[:1]).abs() <= margin + margin[:1]).all())
     if alike and system.mask is not None:
@@ -356,7 +357,7 @@ class ParallelTempering:
             if lead and given.ndim == 1:
                 given = given.reshape(-1, *[1] * len(batch))
             try:
-                return given.expand(*given.shape[:lead], *batch)
+                return given.expand((*given.shape[:lead], *batch))
             except RuntimeError as error:
                 raise ValueError(
                     f"{name} of shape {tuple(given.shape)} does not fit the batch {tuple(batch)}"
@@ -530,7 +531,9 @@ def default_rungs(system: SpinSystem, hottest: Tensor, coldest: Tensor) -> int:
     """
     modes = system.num_present * max(system.dim - 1, 1) / 2
     length = modes.sqrt() * (coldest / hottest).log()
-    return max(2, 1 + math.ceil(float(length.max()) / swap_length(torch.tensor(0.5)).item()))
+    # One number for the batch: a system that was given broken has no say in it.
+    longest = float(torch.where(length.isfinite(), length, 0.0).max())
+    return max(2, 1 + math.ceil(longest / float(swap_length(torch.tensor(0.5)))))
 
 
 def geometric(hottest: Tensor, coldest: Tensor, rungs: int) -> Tensor:

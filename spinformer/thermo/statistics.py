@@ -536,8 +536,8 @@ def equilibration(series: Tensor, threshold: float = 4.0) -> Equilibration:
 
     Geweke's comparison of the first fifth with the last half of all chains, with the variance and
     autocorrelation time of the last half (of the whole where the last half is constant, as that of
-    a quantity that hardly ever changes may be). A drift slower than the chains are long cannot be seen
-    in them; their disagreement (:func:`split_r_hat`) may show it.
+    a quantity that hardly ever changes may be). A drift slower than the chains are long cannot be
+    seen in them; their disagreement (:func:`split_r_hat`) may show it.
 
     The burn-in is that of :math:`\max_{t_0} (T - t_0) / \tau(t_0)` over sixteen places in the first
     three quarters (Chodera, J. Chem. Theory Comput. 12, 1799 (2016)).

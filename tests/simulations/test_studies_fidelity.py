@@ -213,6 +213,22 @@ def test_blocks_of_couplings_have_the_strength_of_scalars() -> None:
     torch.testing.assert_close(maps.loop_strength(matrices, m), maps.loop_strength(system, m))
 
 
+def test_free_spins_are_as_near_to_ordering_as_their_coupling() -> None:
+    """Without a field the response is one; the rule's prediction is k^2 / (1 - K) below one."""
+    system = study.plane("glass", 4, 12, (0.2, 1.5), (0.1,), 3)
+    m = torch.zeros_like(system.field)
+    near = maps.nearness(system, m)
+    torch.testing.assert_close(near, maps.coupling_strength(system))
+    made = dataclasses.replace(
+        panel(np.ones((2, 1))),
+        loop=maps.loop_strength(system, m).numpy(),
+        nearness=near.numpy(),
+    )
+    k = float(maps.loop_strength(system, m)[0, 0])
+    assert made.predicted[0, 0] == pytest.approx(k**2 / 0.8)
+    assert np.isnan(made.predicted[1, 0])
+
+
 def test_loop_strength_of_free_spins() -> None:
     """k^2 = sum_j (beta J_ij)^2 without a field; polarized spins have no echo, absent ones none."""
     couplings = torch.tensor([[0, 1, 2], [1, 0, 0], [2, 0, 0]], dtype=F64)
@@ -233,7 +249,9 @@ def panel(size: np.ndarray, noise: float = 1e-9) -> study.Panel:
     flags = np.ones(size.shape, dtype=bool)
     errors = Errors(size**2, np.full(size.shape, noise), flags)
     axes = [np.geomspace(0.1, 1, n) for n in size.shape]
-    return study.Panel("glass", 3, *axes, flags, k, size, {"magnetization": {"mean_field": errors}})
+    return study.Panel(
+        "glass", 3, *axes, flags, k, 0 * k, size, {"magnetization": {"mean_field": errors}}
+    )
 
 
 def test_the_rule_finds_a_law() -> None:
@@ -248,6 +266,13 @@ def test_the_rule_finds_a_law() -> None:
     rule = study.loop_rule(panel(0.001 * k), "magnetization", "mean_field")
     assert rule["at_1"] == pytest.approx(1.0)
     assert rule["reached_1"] == 1.0
+
+
+def test_checks_compare_an_error_with_what_is_known_of_it() -> None:
+    k = np.geomspace(0.01, 1.0, 20).reshape(5, 4)
+    checks = study.self_checks(panel(0.5 * k**2))
+    assert checks["predicted"]["median"] == pytest.approx(0.5)
+    assert checks["gap"] == pytest.approx({"tenth": 1, "median": 1, "ninetieth": 1})
 
 
 def test_the_rule_counts_failures_and_skips_what_noise_hides() -> None:
@@ -294,7 +319,7 @@ def test_the_command(
         "glass_correlations",
         "glass_free_energy",
         "parallel",
-        "loop_strength",
+        "prediction",
     ):
         assert (tmp_path / f"{name}.png").stat().st_size > 20_000, name
     printed = capsys.readouterr().out
