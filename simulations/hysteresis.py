@@ -1,4 +1,4 @@
-r"""Hysteresis: a field goes up and down, and the spins carry their state from one value to the next.
+r"""Hysteresis: a field goes up and down, and spins carry their state from one value to the next.
 
 Spins that are all coupled alike (Curie-Weiss), with a field along one axis that follows a triangle
 wave. Temperatures are in units of that where they order. Shown:
@@ -38,6 +38,7 @@ from simulations.tables import align
 from spinformer.dynamics import KineticMeanField, ParallelDynamics, triangle_wave
 from spinformer.dynamics.steady_state import Transient
 from spinformer.nn import FreeEnergyBlock
+from spinformer.nn.couplings import FixedCouplings
 
 # The field at the turning points and the one across, in units of the force of ordered neighbours.
 AMPLITUDE, ACROSS = 0.5, 0.02
@@ -159,7 +160,7 @@ def sampled_loop(case: Case, period: int, plan: Plan, seed: int) -> dict[str, An
 
 
 def chain_areas(transient: Any, period: int) -> tuple[float, float]:
-    """Work of the last cycle per spin, in units of J R^2, and its error from that of every chain."""
+    """Work of the last cycle per spin, in units of J R^2, and its error over chains."""
     system = transient.protocol.system
     radius = system.site.radius
     area = float(transient.work[-period:].sum(0)) / (system.num_spins * radius**2)
@@ -178,13 +179,6 @@ def kinetic_area(case: Case, period: int) -> float:
     transient = KineticMeanField().run(system, len(fields), "ordered", field=fields)
     assert system.site.radius is not None
     return float(transient.work[-period:].sum(0)) / (PAIR * system.site.radius**2)
-
-
-def kinetic_periods(plan: Plan) -> list[int]:
-    """Those of the simulation, and powers of two in between: they cost little."""
-    slowest = max(plan.periods)
-    powers = {2**k for k in range(3, slowest.bit_length()) if 2**k <= slowest}
-    return sorted(powers | set(plan.periods))
 
 
 @torch.no_grad()
@@ -266,6 +260,7 @@ def sequence(seed: int) -> dict[str, list[float]]:
             tolerance=1e-8,
             dtype=torch.float64,
         )
+        assert isinstance(block.self_attn, FixedCouplings)
         block.self_attn.weight.fill_(1 / (TOKENS - 1))
         return block
 
@@ -343,7 +338,7 @@ def _draw_loops(axis: Axes, entry: dict[str, Any], periods: list[int]) -> None:
 def _draw_areas(axis: Axes, loops: list[dict[str, Any]]) -> None:
     axis.set_title("the work of a cycle", fontsize=10)
     axis.set_xlabel("period in steps")
-    axis.set_ylabel("area of the loop per spin, $/ J R^2$")
+    axis.set_ylabel("work per spin in units of $J R^2$")
     axis.set_xscale("log")
     axis.set_yscale("log")
     periods = sorted({one["period"] for entry in loops for one in entry["sampled"]})
@@ -367,13 +362,12 @@ def _draw_areas(axis: Axes, loops: list[dict[str, Any]]) -> None:
         if "carried" in entry and entry["dim"] == 1 and entry["temperature"] < 1:
             axis.axhline(entry["carried"]["area"], color=colour, linestyle="--", linewidth=1.2)
             axis.text(
-                0.99,
+                0.02,
                 entry["carried"]["area"] * 0.95,
                 "mean field, carried",
                 transform=axis.get_yaxis_transform(),
                 color=colour,
                 fontsize=8,
-                ha="right",
                 va="top",
             )
     axis.plot([], [], color="0.3", linewidth=1.3, label="lines: kinetic mean field")
@@ -517,9 +511,7 @@ class _Hysteresis:
                 entry: dict[str, Any] = {**asdict(case), "sampled": []}
                 results["loops"].append(entry)
                 entry["carried"] = carried_loop(case, plan.grid)
-                entry["kinetic"] = [
-                    (period, kinetic_area(case, period)) for period in kinetic_periods(plan)
-                ]
+                entry["kinetic"] = [(period, kinetic_area(case, period)) for period in plan.periods]
                 for period in plan.periods:
                     entry["sampled"].append(_written(sampled_loop(case, period, plan, seed)))
                     progress.update(period)

@@ -312,16 +312,18 @@ class _PhaseDiagram:
             "--sweeps",
             type=positive,
             metavar="N",
-            help="of a chain of a lattice; a quarter of them, in four times as many chains, where all "
-            "spins are coupled (default 2500, quick 400)",
+            help="of a chain of a lattice; a quarter of them, in four times as many chains, where "
+            "all spins are coupled (default 2500, quick 400)",
         )
 
     def run(self, args: argparse.Namespace) -> int:
         plan = QUICK if args.quick else FULL
         if args.sweeps:
             plan = replace(plan, sweeps=args.sweeps)
-        # Hottest first, as a ladder of tempering wants them.
-        temperatures = torch.linspace(1.7, 0.25, plan.temperatures, dtype=torch.float64)
+        # Hottest first, as a ladder of tempering wants them. In the coldest glass iterations fail,
+        # which takes them long.
+        coldest = 0.5 if args.quick else 0.25
+        temperatures = torch.linspace(1.7, coldest, plan.temperatures, dtype=torch.float64)
         dims = (1, 3) if args.quick else DIMS
         panels = [Panel(kind, dim) for kind in KINDS for dim in dims]
         done: list[dict[str, Any]] = []

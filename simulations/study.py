@@ -37,6 +37,8 @@ STUDIES: dict[str, str] = {
     "large_d": "simulations.large_d",
     "landscape": "simulations.landscape",
     "beta_sweep": "simulations.beta_sweep",
+    "relaxation": "simulations.relaxation",
+    "hysteresis": "simulations.hysteresis",
     "total_derivative": "simulations.total_derivative",
     "boltzmann": "simulations.boltzmann",
     "class_token": "simulations.class_token",

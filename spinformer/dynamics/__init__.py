@@ -9,7 +9,7 @@ from spinformer.dynamics.entropy_production import entropy_flow, peretto_log_wei
 from spinformer.dynamics.exact_chain import ExactDynamics
 from spinformer.dynamics.kinetic import KineticMeanField, KineticTAP
 from spinformer.dynamics.landau_lifshitz import LandauLifshitz, Trajectory
-from spinformer.dynamics.parallel import ParallelDynamics
+from spinformer.dynamics.parallel import ParallelDynamics, SampledSteadyState, SampledTransient
 from spinformer.dynamics.protocol import triangle_wave
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "KineticTAP",
     "LandauLifshitz",
     "ParallelDynamics",
+    "SampledSteadyState",
+    "SampledTransient",
     "Trajectory",
     "entropy_flow",
     "peretto_log_weight",

@@ -8,16 +8,16 @@ of scalars and of the overlaps :math:`b_i\cdot b_j`: nothing of size :math:`N D^
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spinformer.equilibrium.tap import reaction_weights
 from spinformer.spins.site import Gaussian, LargeDSphere, SiteLaw, Sphere
 from spinformer.spins.special import reduced_jet
 
-__all__ = ["Cumulants", "cubic", "cumulants", "reaction", "two_bonds", "unit", "weighted_bond"]
+__all__ = ["Cumulants", "cubic", "cumulants", "reaction", "two_bonds", "weighted_bond"]
 
 
 class Cumulants(NamedTuple):
@@ -89,16 +89,13 @@ def reaction(site: SiteLaw, now: Cumulants, before: Cumulants, square: Tensor) -
     mean = now.tau[..., None] * now.b
     if not isinstance(site, Sphere):
         return -mean * (square @ (before.tau if site.dim > 1 else before.rho)[..., None])
-    sums = square @ torch.stack((before.trace, before.tau), -1)
-    trace, isotropic = sums[..., 0], sums[..., 1]
-    overlap = now.b @ before.b.mT
-    push = (square * overlap) @ (before.w[..., None] * before.b) + isotropic[..., None] * now.b
-    y = (now.b * push).sum(-1)
+    p, q = (square @ torch.stack((before.trace, before.tau), -1)).unbind(-1)
+    v = (square * (now.b @ before.b.mT)) @ (before.w[..., None] * before.b)
     # An absent spin has neither variance.
-    tau, rho = (torch.where(v == 0, 1.0, v) for v in (now.tau, now.rho))
-    w, slope = now.w, now.slope
-    along = (w * trace / 2 + slope * y) / rho - w**2 * y / (tau * rho)
-    return along[..., None] * now.b + (w / tau)[..., None] * push
+    tau, rho = (torch.where(x == 0, 1.0, x) for x in (now.tau, now.rho))
+    u = (now.b * v).sum(-1)
+    along, across = reaction_weights(now.b, (tau, rho, now.w, now.slope), p, q, u)
+    return along[..., None] * now.b + across[..., None] * v
 
 
 def weighted_bond(weight: Tensor, now: Cumulants, before: Cumulants) -> Tensor:
@@ -142,12 +139,3 @@ def two_bonds(left: Tensor, right: Tensor, end: Cumulants, middle: Cumulants) ->
         + tau_i * w_j * (mid_left @ (right * u.mT.square()))
         + w_i * w_j * ends * ((mid_left * u) @ (right * u.mT))
     )
-
-
-def unit(site: SiteLaw, square: Tensor, external: Tensor) -> Tensor:
-    """Natural size of one component of the field on every spin, (..., N, 1)."""
-    strength = torch.linalg.vector_norm(external, dim=-1)
-    if site.radius is not None:
-        strength = strength + site.radius * square.sum(-1).sqrt()
-    size: Tensor = strength / math.sqrt(site.dim)
-    return size.clamp_min(1 / site.scale)[..., None]

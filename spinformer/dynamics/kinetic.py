@@ -55,7 +55,6 @@ from spinformer.dynamics.cumulants import (
     cumulants,
     reaction,
     two_bonds,
-    unit,
     weighted_bond,
 )
 from spinformer.dynamics.entropy_production import antisymmetric_flow
@@ -64,8 +63,14 @@ from spinformer.dynamics.steady_state import (
     SteadyState,
     Transient,
     check_lag,
+    check_step,
 )
-from spinformer.equilibrium.iteration import check_initial, refuse_overflow, within_rounding
+from spinformer.equilibrium.iteration import (
+    check_initial,
+    natural_size,
+    refuse_overflow,
+    within_rounding,
+)
 from spinformer.equilibrium.mean_field import MeanField
 from spinformer.errors import OnFailure, check_choice, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
@@ -94,9 +99,9 @@ class _State(NamedTuple):
     def of_start(cls, system: SpinSystem, initial: Start) -> _State:
         """What :meth:`_Kinetic.run` begins with."""
         if isinstance(initial, KineticTransient):
-            return initial.states[-1]
+            return initial.states[-1]._carried_to(system)
         if isinstance(initial, KineticSteadyState):
-            return cls.in_field(system, initial.theta)
+            return initial._state._carried_to(system)
         site, radius = system.site, system.site.radius
         mean = torch.zeros_like(system.field)
         if isinstance(initial, str):
@@ -116,9 +121,28 @@ class _State(NamedTuple):
                     f"{site!r} are at most {radius:g} long; scale it"
                 )
             full = full | (length > (1 - torch.finfo(mean.dtype).eps ** 0.5) * radius)
+        if not bool(torch.isfinite(mean).all()):
+            raise ValueError("initial holds NaN or infinity: magnetizations must be finite")
         b = site.inverse_response(torch.where(full[..., None], 0.0, mean))
         fluctuates = ~full if system.present is None else ~full & system.present
         return cls(mean, cumulants(site, b, fluctuates))
+
+    def _carried_to(self, system: SpinSystem) -> _State:
+        """The state of a run of the same systems, or of one that all of these begin with."""
+        shape = system.field.shape
+        tensors = (self.mean, *self.cumulants)
+        shapes = (shape, shape, *[shape[:-1]] * 4)
+        try:
+            mean, *parts = (t.expand(s) for t, s in zip(tensors, shapes, strict=True))
+        except RuntimeError as error:
+            raise ValueError(
+                f"initial is a result with magnetizations of shape {tuple(self.mean.shape)}: those "
+                f"of the systems to go on with have {tuple(shape)}"
+            ) from error
+        if system.present is not None:
+            mean = torch.where(system.present[..., None], mean, 0.0)
+            parts[1:] = (torch.where(system.present, t, 0.0) for t in parts[1:])
+        return _State(mean, Cumulants(*parts))
 
 
 class _Kinetic(abc.ABC):
@@ -219,9 +243,10 @@ class KineticTAP(_Kinetic):
               O_i = \tfrac12 \sum_j K_{ij}^2 \frac{\partial}{\partial m_i(t+1)}
               \operatorname{tr}(C_i(t+1)\, C_j(t)) .
 
-    Errors are of third order in K, of magnetizations, of correlations and of the entropy
-    production; see :mod:`spinformer.dynamics.kinetic`. J and its square are formed once, dense;
-    an iteration costs a few products with matrices N x N.
+    Errors are of third order in K, of magnetizations and of correlations, and of fourth of the
+    entropy production of a steady state, which is itself of second; see
+    :mod:`spinformer.dynamics.kinetic`. J and its square are formed once, dense; an iteration costs
+    a few products with matrices N x N.
 
     Args:
         solver, damping, tolerance, max_iterations, on_failure: of the steady state, as
@@ -265,7 +290,7 @@ class KineticTAP(_Kinetic):
         dense = system.couplings.to_dense()
         beta = system.beta[..., None, None]
         with torch.no_grad():
-            size = unit(site, (beta * dense).square(), beta * system.field)
+            size = natural_size(site, (beta * dense).square(), beta * system.field)
             mean = site.mean(beta * system.field) if initial is None else initial
             start = beta * system.force(mean) / size
 
@@ -278,9 +303,9 @@ class KineticTAP(_Kinetic):
         solution = options.solve(step, start, (dense, system.field, beta), check=False)
         with torch.no_grad():
             solution = refuse_overflow(solution, beta * dense, beta * system.field)
-        theta = size * solution.value
-        options.check(solution)
-        return KineticSteadyState(system, theta, solution, self.order, broken)
+        state = KineticSteadyState(system, size * solution.value, solution, self.order, broken)
+        options.check(state.solution)
+        return state
 
     def _advance(self, mean_field: Tensor, system: SpinSystem, before: Cumulants) -> Tensor:
         site, present = system.site, system.present
@@ -288,7 +313,7 @@ class KineticTAP(_Kinetic):
             return mean_field
         square = (system.beta[..., None, None] * system.couplings.to_dense()).square()
         with torch.no_grad():
-            size = unit(site, square, mean_field)
+            size = natural_size(site, square, mean_field)
             # A reaction -v m, right for isotropic variances v, is solved for: what is left of the
             # map contracts where the undamped one would oscillate.
             variance = (square @ before.trace[..., None]) / site.dim
@@ -311,7 +336,8 @@ class KineticTAP(_Kinetic):
             self.fixed_point.on_failure,
             "the step of KineticTAP, an equation for every spin",
             "The couplings are too strong for an expansion in them: lower beta, or use "
-            "ParallelDynamics.",
+            "ParallelDynamics. A residual that is not a number comes from beta J too large for "
+            "its square.",
         )
         return size * solution.value.squeeze(-2)
 
@@ -535,8 +561,7 @@ class KineticTransient(Transient):
         return weight + weighted_bond(square, spins, state.cumulants).sum((-2, -1)) / 2
 
     def _around(self, step: int) -> tuple[SpinSystem, _State, _State]:
-        if not 1 <= step <= len(self.protocol):
-            raise ValueError(f"step={step!r}: give 1 ... {len(self.protocol)}")
+        check_step(self.protocol, step)
         return self.protocol[step - 1][0], self.states[step - 1], self.states[step]
 
 

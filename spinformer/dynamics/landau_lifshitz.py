@@ -32,6 +32,7 @@ Verdier 2014, Phys. Rev. E 89, 061301 (spherical midpoint); Brown 1963, Phys. Re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,12 +41,14 @@ import torch
 from torch import Tensor
 
 from spinformer.errors import (
+    ConvergenceWarning,
     OnFailure,
     check_choice,
     check_on_failure,
     report_failure,
     strict_options,
 )
+from spinformer.sampling.progress import Progress, deferred_interrupt, reporting
 from spinformer.spins.site import Sphere
 from spinformer.spins.streams import Streams
 from spinformer.spins.system import SpinSystem
@@ -105,6 +108,11 @@ class LandauLifshitz:
             rounding errors (1.4e-14 in float64).
         max_iterations: products with J a step.
         on_failure: ``"raise"``, ``"warn"`` or ``"ignore"``.
+        progress: True for a bar with the rate of spin updates, or a function of (steps done, steps
+            in all).
+
+    Ctrl-C ends a run after the step that it is in: the trajectory up to there is returned with a
+    warning. A second Ctrl-C is raised at once.
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class LandauLifshitz:
         tolerance: float | None = None,
         max_iterations: int = 100,
         on_failure: OnFailure = "raise",
+        progress: Progress = False,
     ) -> None:
         if not (damping >= 0 and damping < float("inf")):
             raise ValueError(f"damping={damping!r}: give a finite number from 0 on")
@@ -140,6 +149,7 @@ class LandauLifshitz:
         self.method: Method = method
         self.tolerance, self.max_iterations = tolerance, max_iterations
         self.on_failure: OnFailure = on_failure
+        self.progress = progress
 
     @torch.no_grad()
     def run(
@@ -183,17 +193,35 @@ class LandauLifshitz:
         iterations = torch.zeros(spins.shape[:-2], dtype=torch.int64, device=spins.device)
         residual = spins.new_zeros(spins.shape[:-2])
         failed = torch.zeros_like(iterations, dtype=torch.bool)
-        for number in range(1, steps + 1):
-            noise = None if streams is None else stepper.noise(streams)
-            spins, error, count = stepper(spins, noise)
-            iterations, residual = torch.maximum(iterations, count), torch.maximum(residual, error)
-            missed = ~(error <= stepper.tolerance)
-            if bool((missed & ~failed).any()):
-                self._report(missed & ~failed, error, number, step)
-            failed |= missed
-            if number % every == 0:
-                kept.append(spins)
-                energies.append(system.energy(spins))
+        lead = spins.shape[:-2].numel() // max(system.batch_shape.numel(), 1)
+        moved = lead * int(system.num_present.sum())
+        with (
+            deferred_interrupt() as asked,
+            reporting(self.progress, steps, spins=moved) as tell,
+        ):
+            for number in range(1, steps + 1):
+                noise = None if streams is None else stepper.noise(streams)
+                spins, error, count = stepper(spins, noise)
+                iterations, residual = (
+                    torch.maximum(iterations, count),
+                    torch.maximum(residual, error),
+                )
+                missed = ~(error <= stepper.tolerance)
+                if bool((missed & ~failed).any()):
+                    self._report(missed & ~failed, error, number, step)
+                failed |= missed
+                if number % every == 0:
+                    kept.append(spins)
+                    energies.append(system.energy(spins))
+                tell(number, steps)
+                if asked() and number < steps:
+                    warnings.warn(
+                        f"LandauLifshitz was interrupted after {number} of {steps} steps, and "
+                        "returns the trajectory up to there",
+                        ConvergenceWarning,
+                        stacklevel=3,
+                    )
+                    break
         times = torch.arange(len(kept), dtype=torch.float64, device=spins.device) * (step * every)
         return Trajectory(
             times.to(spins.dtype),
@@ -220,6 +248,8 @@ class LandauLifshitz:
         for name, value in (("steps", steps), ("every", every)):
             if not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be an integer >= 1")
+        if not isinstance(initial, Tensor):
+            raise TypeError(f"initial must be a tensor of spins, not {initial!r}")
         if initial.dtype != system.field.dtype:
             raise TypeError(
                 f"initial is {initial.dtype}, the system {system.field.dtype}: convert it, for "

@@ -16,14 +16,14 @@ of one step are independent at given S, :math:`\mu_i\cdot\mu_j` that of :math:`S
 from __future__ import annotations
 
 import math
-import os
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -31,13 +31,16 @@ from spinformer.dynamics.entropy_production import antisymmetric_flow, entropy_f
 from spinformer.dynamics.protocol import Field, Protocol, Undergoing
 from spinformer.dynamics.steady_state import SteadyState, Transient, check_lag, present_pairs
 from spinformer.errors import (
+    ConvergenceWarning,
     OnFailure,
     check_choice,
     check_on_failure,
     report_failure,
     strict_options,
 )
+from spinformer.sampling import storage
 from spinformer.sampling.chains import Chains
+from spinformer.sampling.progress import Progress, deferred_interrupt, reporting
 from spinformer.solve.linear import eigenvalues
 from spinformer.spins.site import Gaussian
 from spinformer.spins.streams import Streams
@@ -55,6 +58,8 @@ __all__ = ["ParallelDynamics", "SampledSteadyState", "SampledTransient"]
 _ALL_PAIRS = 512
 # Errors come from the scatter of at least so many averages, those of chains or of parts of them.
 _GROUPS = 32
+# Series shorter than this have no drift to look for; fewer averages no error.
+_FEWEST_STEPS, _FEWEST_GROUPS = 16, 4
 
 Quantity = Literal["magnetization", "correlations", "delayed_correlations", "entropy_production"]
 
@@ -78,9 +83,14 @@ class ParallelDynamics:
             (:meth:`~spinformer.spins.streams.Streams.from_seed`).
         on_failure: ``"raise"``, ``"warn"`` or ``"ignore"`` when a run is too short to know: it
             still drifts, or is shorter than 20 of its autocorrelation times.
+        progress: True for a bar with the rate of spin updates, or a function of (steps done, steps
+            in all).
 
     Errors are standard errors of averages over independent chains, whatever the correlations
     within. Fewer than 32 chains are cut into parts, which have to be long to be independent.
+
+    Ctrl-C ends a run after the step that it is in: what was measured is returned with a warning, or
+    ``KeyboardInterrupt`` raised if that is next to nothing. A second Ctrl-C is raised at once.
     """
 
     def __init__(
@@ -94,11 +104,12 @@ class ParallelDynamics:
         correlations: bool | None = None,
         seed: int | Sequence[int] | Tensor | torch.Generator = 0,
         on_failure: OnFailure = "warn",
+        progress: Progress = False,
     ) -> None:
         warmup = steps // 5 if warmup is None else warmup
         for name, value, least in (
             ("chains", chains, 1),
-            ("steps", steps, 16),
+            ("steps", steps, _FEWEST_STEPS),
             ("warmup", warmup, 0),
             ("every", every, 1),
         ):
@@ -110,6 +121,7 @@ class ParallelDynamics:
         self.correlations = correlations
         self.seed = seed
         self.on_failure = on_failure
+        self.progress = progress
         self._parts = math.ceil(_GROUPS / chains)
         if steps // every < self._parts:
             raise ValueError(
@@ -140,23 +152,33 @@ class ParallelDynamics:
         history = max((*lags, 1)) - 1  # steps before the first that is measured
         past: deque[Tensor] = deque(maxlen=history + 1)
         record = _Record(self.steps, self.every, self._parts)
-        for step in range(-self.warmup - history, self.steps):
-            past.appendleft(chains.spins)
-            b = chains.beta[..., None, None] * chains.force()
-            if step >= 0:
-                mean = law.mean(b)
-                record.series("moment", mean.sum(-2))
-                record.add("magnetization", mean, step)
-                flow = antisymmetric_flow(sound, mean, chains.spins)
-                record.series("entropy_production", flow)
-                record.add("entropy_production", flow, step)
-                if step % self.every == 0:
-                    for lag in lags:
-                        other = past[lag - 1] if lag else mean
-                        record.add(f"delayed_{lag}", mean @ other.mT, step)
-            chains.spins = _draw(sound, b, chains.streams)
-            chains.sweeps += 1
-        result = SampledSteadyState(sound, chains, lags, record, broken)
+        before = self.warmup + history
+        with deferred_interrupt() as asked, self._reporting(chains, before + self.steps) as tell:
+            for step in range(-before, self.steps):
+                past.appendleft(chains.spins)
+                b = chains.beta[..., None, None] * chains.force()
+                if step >= 0:
+                    mean = law.mean(b)
+                    record.series("moment", mean.sum(-2))
+                    record.add("magnetization", mean, step)
+                    flow = antisymmetric_flow(sound, mean, chains.spins)
+                    record.series("entropy_production", flow)
+                    record.add("entropy_production", flow, step)
+                    if step % self.every == 0:
+                        for lag in lags:
+                            other = past[lag - 1] if lag else mean
+                            record.add(f"delayed_{lag}", mean @ other.mT, step)
+                chains.spins = _draw(sound, b, chains.streams)
+                chains.sweeps += 1
+                tell(before + step + 1, before + self.steps)
+                if asked() and step + 1 < self.steps:
+                    if not record.suffices():
+                        raise KeyboardInterrupt
+                    _warn_interrupted(step + 1, self.steps)
+                    break
+        result = SampledSteadyState(
+            sound, _Ensemble.of(chains), lags, record.all_series(), record.groups(), broken
+        )
         self._report(result)
         return result
 
@@ -180,43 +202,57 @@ class ParallelDynamics:
         law = sampled_law(protocol.system.site)
         history = _History()
         history.add(chains.spins)
-        for current, external in protocol:
-            before = chains.spins
-            b = current.beta[..., None, None] * (external + current.couplings.apply(before))
-            after = _draw(current, b, chains.streams)
-            history.add(law.mean(b), entropy_flow(current, after, before, external))
-            chains.spins = after
-            chains.sweeps += 1
-        return SampledTransient(protocol, chains, history)
+        with deferred_interrupt() as asked, self._reporting(chains, steps) as tell:
+            for done, (current, external) in enumerate(protocol, 1):
+                before = chains.spins
+                b = current.beta[..., None, None] * (external + current.couplings.apply(before))
+                after = _draw(current, b, chains.streams)
+                history.add(law.mean(b), entropy_flow(current, after, before, external))
+                chains.spins = after
+                chains.sweeps += 1
+                tell(done, steps)
+                if asked() and done < steps:
+                    _warn_interrupted(done, steps)
+                    protocol = protocol.until(done)
+                    break
+        return SampledTransient(protocol, _Ensemble.of(chains), history.all())
+
+    def _reporting(
+        self, chains: Chains, steps: int
+    ) -> AbstractContextManager[Callable[[int, int], None]]:
+        spins = int(chains.system.num_present.sum()) * chains.num_chains
+        return reporting(self.progress, steps, spins=spins)
 
     def _start(self, system: SpinSystem, initial: Start) -> Chains:
         if not isinstance(initial, SampledSteadyState | SampledTransient):
             return Chains.start(system, self.chains, self.seed, initial)
         shape = (self.chains, *system.batch_shape, system.num_spins, system.dim)
-        if initial.spins.shape != shape:
+        spins, streams = initial.spins, initial.streams
+        if spins.shape != shape:
             raise ValueError(
-                f"initial holds spins {tuple(initial.spins.shape)}: chains that go on must have "
-                f"the shape {shape}; take chains={initial.spins.shape[0]} of the same systems"
+                f"initial holds spins {tuple(spins.shape)}: chains that go on must have the shape "
+                f"{shape}; take chains={spins.shape[0]} of the same systems"
             )
-        streams = Streams(initial.streams.keys, initial.streams.position)
-        return Chains(system, initial.spins, streams, sweeps=initial.sweeps)
+        streams = Streams(streams.keys, streams.position)
+        return Chains(system, spins, streams, sweeps=initial.sweeps)
 
     def _report(self, result: SampledSteadyState) -> None:
         if self.on_failure == "ignore":
             return
+        steps = result.series["moment"].shape[-1]
         moment = result.estimate("moment")
         sound = torch.isfinite(moment.mean)
         drifting = sound & ~result.equilibration("moment").equilibrated
         short = sound & ~moment.resolved
         if self._parts > 1:
-            short = short | (sound & (10 * moment.tau > self.steps / self._parts))
+            short = short | (sound & (10 * moment.tau > steps / self._parts))
         if bool((drifting | short).any()):
             report_failure(
                 self.on_failure,
                 f"ParallelDynamics: the moment still drifts in {int(drifting.any(-1).sum())} and "
                 f"the run is too short for its autocorrelation time, up to "
                 f"{float(moment.tau[sound].max()):.3g} steps, in {int(short.any(-1).sum())} of "
-                f"{result.system.beta.numel()} systems, after {self.warmup} + {self.steps} steps. "
+                f"{result.system.beta.numel()} systems, after {self.warmup} + {steps} steps. "
                 "Raise steps and warmup, or continue with initial=result.",
             )
 
@@ -224,6 +260,15 @@ class ParallelDynamics:
 def _draw(system: SpinSystem, b: Tensor, streams: Streams) -> Tensor:
     spins = system.site.draw(b, streams)
     return spins if system.mask is None else spins.masked_fill(system.mask[..., None], 0.0)
+
+
+def _warn_interrupted(done: int, steps: int) -> None:
+    warnings.warn(
+        f"ParallelDynamics was interrupted after {done} of {steps} steps, and returns what they "
+        "say; it goes on with initial=result",
+        ConvergenceWarning,
+        stacklevel=4,
+    )
 
 
 def _check_bounded(system: SpinSystem) -> None:
@@ -262,6 +307,12 @@ class _Record:
     def series(self, name: str, value: Tensor) -> None:
         self._series.setdefault(name, []).append(value)
 
+    def suffices(self) -> bool:
+        """Whether what was measured has a mean and an error."""
+        series = self._series.get("moment", ())
+        groups = (sum(map(len, sums)) for sums in self._sums.values())
+        return len(series) >= _FEWEST_STEPS and min(groups) >= _FEWEST_GROUPS
+
     def groups(self) -> dict[str, Tensor]:
         """Averages of all parts of all chains, (groups, ...)."""
         return {
@@ -284,8 +335,26 @@ def _error(groups: Tensor) -> Tensor:
     return (groups.var(0) * (student / count)).sqrt()
 
 
+class _Ensemble(NamedTuple):
+    """Where chains stand: spins (chains, ..., N, D), random numbers and steps done."""
+
+    spins: Tensor
+    streams: Streams
+    sweeps: int
+
+    @classmethod
+    def of(cls, chains: Chains) -> _Ensemble:
+        streams = Streams(chains.streams.keys, chains.streams.position)
+        return cls(chains.spins, streams, chains.sweeps)
+
+    @classmethod
+    def unpack(cls, arrays: Mapping[str, Tensor], description: Mapping[str, Any]) -> _Ensemble:
+        streams = Streams(arrays["keys"], description["position"])
+        return cls(arrays["spins"], streams, description["sweeps"])
+
+
 class _Sampled:
-    """Where the chains of a result stand: what another run goes on from.
+    """A result whose chains can go on.
 
     Attributes:
         spins: (chains, ..., N, D) after the last step.
@@ -293,25 +362,46 @@ class _Sampled:
         sweeps: steps since the start.
     """
 
-    def __init__(self, chains: Chains) -> None:
-        self.spins = chains.spins
-        self.streams = Streams(chains.streams.keys, chains.streams.position)
-        self.sweeps = chains.sweeps
+    _kind: str
 
-    def _state(self) -> dict[str, Tensor]:
-        return {
-            "spins": self.spins,
-            "keys": self.streams.keys,
-            "position": torch.tensor(self.streams.position),
-            "sweeps": torch.tensor(self.sweeps),
-        }
+    def __init__(self, ensemble: _Ensemble) -> None:
+        self.spins, self.streams, self.sweeps = ensemble
 
+    def _write(
+        self,
+        path: str | Path,
+        systems: Sequence[SpinSystem],
+        broken: Tensor | None,
+        arrays: Mapping[str, Tensor],
+        **description: Any,
+    ) -> None:
+        packed = {"spins": self.spins, "keys": self.streams.keys, **arrays}
+        if broken is not None:
+            packed["broken"] = broken
+        names = []
+        for number, system in enumerate(systems):
+            parts, name = storage.pack_system(system)
+            packed |= {f"system.{number}.{key}": value for key, value in parts.items()}
+            names.append(name)
+        state = {"position": self.streams.position, "sweeps": self.sweeps}
+        description = {"kind": self._kind, "systems": names, **state, **description}
+        storage.save(path, packed, description)
 
-def _save(path: str | os.PathLike[str], arrays: dict[str, Tensor]) -> None:
-    if Path(path).suffix != ".npz":
-        raise ValueError(f"path={os.fspath(path)!r} must end in .npz")
-    numbers: dict[str, Any] = {k: v.detach().cpu().numpy() for k, v in arrays.items()}
-    numpy.savez_compressed(path, **numbers)
+    @classmethod
+    def _read(
+        cls, path: str | Path
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[SpinSystem], _Ensemble]:
+        arrays, description = storage.load(path)
+        if description.get("kind") != cls._kind:
+            raise ValueError(
+                f"path={str(path)!r} holds a {description.get('kind')}: {cls.__name__}.load reads "
+                f"what {cls.__name__}.save wrote"
+            )
+        systems = [
+            storage.unpack_system(storage.room(arrays, f"system.{number}."), name)
+            for number, name in enumerate(description["systems"])
+        ]
+        return arrays, description, systems, _Ensemble.unpack(arrays, description)
 
 
 class SampledSteadyState(SteadyState, _Sampled):
@@ -325,21 +415,24 @@ class SampledSteadyState(SteadyState, _Sampled):
         broken: systems that were given with NaN or infinity (...) bool, or None.
     """
 
+    _kind = "sampled steady state"
+
     def __init__(
         self,
         system: SpinSystem,
-        chains: Chains,
+        ensemble: _Ensemble,
         lags: Sequence[int],
-        record: _Record,
+        series: Mapping[str, Tensor],
+        groups: Mapping[str, Tensor],
         broken: Tensor | None,
     ) -> None:
-        _Sampled.__init__(self, chains)
+        _Sampled.__init__(self, ensemble)
         self.system, self.lags, self.broken = system, tuple(lags), broken
         self.series = {
-            name: self._hide(series, 2 if name == "moment" else 1)
-            for name, series in record.all_series().items()
+            name: self._hide(values, 2 if name == "moment" else 1)
+            for name, values in series.items()
         }
-        self._groups = record.groups()
+        self._groups = groups
 
     @property
     def magnetization(self) -> Tensor:
@@ -410,8 +503,14 @@ class SampledSteadyState(SteadyState, _Sampled):
             "equilibrated": self.equilibration("moment").equilibrated,
         }
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all averages, errors, series and the state of the chains to a file ``.npz``."""
+    def save(self, path: str | Path) -> None:
+        """Write the system, the averages of all parts of chains, the series and where the chains
+        stand.
+
+        Args:
+            path: ending in ``.npz``, or in ``.h5`` for HDF5. It also holds what the averages come
+                to, for other programs: ``magnetization``, ``magnetization_error`` and so on.
+        """
         arrays = {
             "magnetization": self.magnetization,
             "magnetization_error": self.standard_error("magnetization"),
@@ -419,11 +518,19 @@ class SampledSteadyState(SteadyState, _Sampled):
             "entropy_production_error": self.standard_error("entropy_production"),
         }
         for lag in self.lags:
-            arrays[f"delayed_correlations_{lag}"] = self.delayed_correlations(lag)
+            name = f"delayed_correlations_{lag}"
             error = self.standard_error("delayed_correlations", lag)
-            arrays[f"delayed_correlations_{lag}_error"] = error
-        series = {f"series_{name}": values for name, values in self.series.items()}
-        _save(path, arrays | series | self._state())
+            arrays |= {name: self.delayed_correlations(lag), f"{name}_error": error}
+        arrays |= {f"series.{name}": values for name, values in self.series.items()}
+        arrays |= {f"groups.{name}": values for name, values in self._groups.items()}
+        self._write(path, [self.system], self.broken, arrays, lags=self.lags)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SampledSteadyState:
+        """What :meth:`save` wrote; its chains can go on."""
+        arrays, description, (system,), ensemble = cls._read(path)
+        series, groups = (storage.room(arrays, name) for name in ("series.", "groups."))
+        return cls(system, ensemble, description["lags"], series, groups, arrays.get("broken"))
 
     def _pairs(self, lag: int) -> Tensor:
         """<S_i(t + lag) . S_j(t)> of every group, (groups, ..., N, N)."""
@@ -471,6 +578,10 @@ class _History:
         if flow is not None:
             self.flows.append(flow)
 
+    def all(self) -> dict[str, Tensor]:
+        """(steps + 1, ...), the flows (steps, ...)."""
+        return {name: torch.stack(values) for name, values in vars(self).items()}
+
 
 def _spread(values: Tensor) -> Tensor:
     if len(values) < 4:
@@ -490,12 +601,16 @@ class SampledTransient(Transient, _Sampled):
         flows: entropy given to the heat bath in each step of each chain, (steps, chains, ...).
     """
 
-    def __init__(self, protocol: Protocol, chains: Chains, history: _History) -> None:
-        _Sampled.__init__(self, chains)
+    _kind = "sampled transient"
+
+    def __init__(
+        self, protocol: Protocol, ensemble: _Ensemble, history: Mapping[str, Tensor]
+    ) -> None:
+        _Sampled.__init__(self, ensemble)
         self.protocol = protocol
-        self._means, self._errors = torch.stack(history.means), torch.stack(history.errors)
-        self.moments = protocol.hide_broken(torch.stack(history.moments), 1)
-        self.flows = protocol.hide_broken(torch.stack(history.flows), 0)
+        self._means, self._errors = history["means"], history["errors"]
+        self.moments = protocol.hide_broken(history["moments"], 1)
+        self.flows = protocol.hide_broken(history["flows"], 0)
 
     @property
     def magnetization(self) -> Tensor:
@@ -515,17 +630,33 @@ class SampledTransient(Transient, _Sampled):
         values = self.moments if quantity == "moment" else self.flows
         return _spread(values.transpose(0, 1))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write averages, errors and the state of the chains to a file ``.npz``."""
+    def save(self, path: str | Path) -> None:
+        """Write the systems, the fields, what was measured and where the chains stand.
+
+        Args:
+            path: ending in ``.npz``, or in ``.h5`` for HDF5. It also holds what the measurements
+                come to, for other programs: ``magnetization``, ``magnetization_error`` and so on.
+        """
         arrays = {
+            "fields": self.fields,
             "magnetization": self.magnetization,
             "magnetization_error": self.standard_error("magnetization"),
-            "fields": self.fields,
-            "moments": self.moments,
             "entropy_flow": self.entropy_flow,
             "entropy_flow_error": self.standard_error("entropy_flow"),
         }
-        _save(path, arrays | self._state())
+        history = (self._means, self._errors, self.moments, self.flows)
+        names = ("means", "errors", "moments", "flows")
+        arrays |= {f"history.{name}": values for name, values in zip(names, history, strict=True)}
+        self._write(path, self.protocol.systems, self.protocol.broken, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SampledTransient:
+        """What :meth:`save` wrote; its chains can go on."""
+        arrays, _, systems, ensemble = cls._read(path)
+        fields = arrays["fields"]
+        undergoing = systems[0] if len(systems) == 1 else systems
+        protocol = Protocol(undergoing, len(fields), fields, broken=arrays.get("broken"))
+        return cls(protocol, ensemble, storage.room(arrays, "history."))
 
 
 Start = Literal["random", "ordered"] | Tensor | SampledSteadyState | SampledTransient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,13 +44,22 @@ class Protocol(Sequence[tuple[SpinSystem, Tensor]]):
         steps: how many, at least 1.
         field: external fields that take the place of the system's: a tensor whose first axis is
             the step, (steps, ...), or a function of the step; they broadcast to (..., N, D).
+        broken: further systems to take for broken (...) bool.
 
     Attributes:
+        systems: one, or one a step, without the broken ones.
         broken: systems that were given with NaN or infinity (...) bool, or None. Here they are
             free; their answers are NaN.
     """
 
-    def __init__(self, system: Undergoing, steps: int, field: Field = None) -> None:
+    def __init__(
+        self,
+        system: Undergoing,
+        steps: int,
+        field: Field = None,
+        *,
+        broken: Tensor | None = None,
+    ) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps={steps!r}: the number of steps is an integer >= 1")
         systems = [system] if isinstance(system, SpinSystem) else list(system)
@@ -70,10 +80,10 @@ class Protocol(Sequence[tuple[SpinSystem, Tensor]]):
                     "fields and beta may"
                 )
         self._steps, self._field = steps, field
-        self._systems, broken = [], None
+        self.systems: list[SpinSystem] = []
         for other in systems:
             sound, lost = other.isolated()
-            self._systems.append(sound)
+            self.systems.append(sound)
             if lost is not None:
                 broken = lost if broken is None else broken | lost
         self.broken = broken
@@ -86,7 +96,7 @@ class Protocol(Sequence[tuple[SpinSystem, Tensor]]):
     @property
     def system(self) -> SpinSystem:
         """That of the first step."""
-        return self._systems[0]
+        return self.systems[0]
 
     def hide_broken(self, answer: Tensor, trailing: int) -> Tensor:
         """NaN in the systems that were given broken, which have ``trailing`` axes of their own."""
@@ -94,13 +104,21 @@ class Protocol(Sequence[tuple[SpinSystem, Tensor]]):
             return answer
         return answer.masked_fill(self.broken[(...,) + (None,) * trailing], torch.nan)
 
+    def until(self, steps: int) -> Protocol:
+        """The first so many steps of it."""
+        part = copy.copy(self)
+        part._steps = steps
+        if len(self.systems) > 1:
+            part.systems = self.systems[:steps]
+        return part
+
     def __len__(self) -> int:
         return self._steps
 
     def __getitem__(self, step: int) -> tuple[SpinSystem, Tensor]:  # type: ignore[override]
         if not 0 <= step < self._steps:
             raise IndexError(step)
-        system = self._systems[step if len(self._systems) > 1 else 0]
+        system = self.systems[step if len(self.systems) > 1 else 0]
         if self._field is None:
             return system, system.field
         field = self._field[step] if isinstance(self._field, Tensor) else self._field(step)

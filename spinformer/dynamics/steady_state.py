@@ -15,7 +15,7 @@ from torch import Tensor
 from spinformer.dynamics.protocol import Protocol
 from spinformer.spins.system import SpinSystem
 
-__all__ = ["SteadyState", "Transient", "check_lag", "present_pairs"]
+__all__ = ["SteadyState", "Transient", "check_lag", "check_step", "present_pairs"]
 
 
 class SteadyState(abc.ABC):
@@ -29,6 +29,9 @@ class SteadyState(abc.ABC):
     """
 
     system: SpinSystem
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.system!r})"
 
     @property
     @abc.abstractmethod
@@ -74,6 +77,9 @@ class Transient(abc.ABC):
 
     protocol: Protocol
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.protocol.system!r}, steps={len(self.protocol)})"
+
     @property
     @abc.abstractmethod
     def magnetization(self) -> Tensor:
@@ -112,6 +118,13 @@ class Transient(abc.ABC):
         hysteresis loop.
         """
         return -(self.fields.diff(dim=0) * self.magnetization[1:-1]).sum((-2, -1))
+
+
+def check_step(protocol: Protocol, step: int) -> int:
+    """A step of a run, 1 ... steps."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= len(protocol):
+        raise ValueError(f"step={step!r}: give 1 ... {len(protocol)}")
+    return step
 
 
 def check_lag(lag: int) -> int:

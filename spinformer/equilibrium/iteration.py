@@ -10,9 +10,10 @@ from torch import Tensor
 
 from spinformer.solve.fixed_point import FixedPoint
 from spinformer.solve.solution import Solution
+from spinformer.spins.site import SiteLaw
 from spinformer.spins.system import SpinSystem
 
-__all__ = ["check_initial", "refuse_overflow", "within_rounding"]
+__all__ = ["check_initial", "natural_size", "refuse_overflow", "within_rounding"]
 
 
 def check_initial(initial: Tensor, system: SpinSystem) -> Tensor:
@@ -42,6 +43,24 @@ def within_rounding(options: FixedPoint, system: SpinSystem) -> FixedPoint:
     usual = 1e-10 if finfo.bits == 64 else 1e-5
     rounding = 4 * finfo.eps * math.sqrt(system.dim)
     return dataclasses.replace(options, tolerance=max(usual, rounding))
+
+
+def natural_size(site: SiteLaw, square: Tensor, external: Tensor) -> Tensor:
+    r"""Size of one component of the field on every spin, (..., N, 1).
+
+    :math:`(|b_i| + R (\sum_j K_{ij}^2)^{1/2}) / \sqrt D`, and at least that to which a free spin
+    answers.
+
+    Args:
+        site: the law.
+        square: :math:`K_{ij}^2`, (..., N, N).
+        external: :math:`\beta h`, (..., N, D).
+    """
+    strength = torch.linalg.vector_norm(external, dim=-1)
+    if site.radius is not None:
+        strength = strength + site.radius * square.sum(-1).sqrt()
+    size: Tensor = strength / math.sqrt(site.dim)
+    return size.clamp_min(1 / site.scale)[..., None]
 
 
 def refuse_overflow(solution: Solution, *numbers: Tensor) -> Solution:

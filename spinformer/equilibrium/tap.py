@@ -49,14 +49,18 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spinformer.equilibrium.iteration import check_initial, refuse_overflow, within_rounding
+from spinformer.equilibrium.iteration import (
+    check_initial,
+    natural_size,
+    refuse_overflow,
+    within_rounding,
+)
 from spinformer.errors import OnFailure, strict_options
 from spinformer.solve.fixed_point import FixedPoint, FixedPointSolver
 from spinformer.solve.implicit import envelope
@@ -71,7 +75,7 @@ from spinformer.thermo.equilibrium import (
     outside_inference_mode,
 )
 
-__all__ = ["TAP", "TAPEquilibrium"]
+__all__ = ["TAP", "TAPEquilibrium", "reaction_weights"]
 
 
 @strict_options
@@ -191,7 +195,8 @@ class _Equations:
             system.beta,
         )
         with torch.no_grad():
-            self.unit = self._unit(*self.inputs(*self.arguments))
+            _, square, external = self.inputs(*self.arguments)
+            self.unit = natural_size(system.site, square, external)
 
     def inputs(self, couplings: Tensor, field: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         """K, K^2 and beta h; of a J that is symmetric in value also its derivative is."""
@@ -200,14 +205,6 @@ class _Equations:
         if self.broken is not None:
             k, b = (torch.where(self.broken[..., None, None], 0.0, x) for x in (k, b))
         return k, k * k, b
-
-    def _unit(self, k: Tensor, square: Tensor, external: Tensor) -> Tensor:
-        """Size of one component of b at every site, (..., N, 1)."""
-        strength = torch.linalg.vector_norm(external, dim=-1)
-        if self.site.radius is not None:
-            strength = strength + self.site.radius * square.sum(-1).sqrt()
-        unit: Tensor = strength / math.sqrt(self.site.dim)
-        return unit.clamp_min(1 / self.site.scale)[..., None]
 
     def step(self, z: Tensor, k: Tensor, square: Tensor, external: Tensor) -> Tensor:
         """One application of the map."""
@@ -306,7 +303,7 @@ class _ExactSecondOrder(_SecondOrder):
     def reaction(self, b: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
         tau, rho, w, slope = self.site.jet(b)
         p, q, v, u = self._sums(b, square, tau, w)
-        along, across = _weights(b, (tau, rho, w, slope), p, q, u)
+        along, across = reaction_weights(b, (tau, rho, w, slope), p, q, u)
         return tau[..., None] * b, along[..., None] * b + across[..., None] * v
 
     def overlap(self, b: Tensor, square: Tensor) -> Tensor:
@@ -351,7 +348,7 @@ class _ExactSecondOrder(_SecondOrder):
         p, q, v, u = self._sums(b, square, tau, w)
         with torch.enable_grad():
             local = b.view_as(b) if b.requires_grad else b.detach().requires_grad_()
-            weights = _weights(local, self.site.jet(local), p, q, u)
+            weights = reaction_weights(local, self.site.jet(local), p, q, u)
             slopes = [
                 torch.autograd.grad(
                     weight.sum(), local, create_graph=b.requires_grad, retain_graph=True
@@ -369,10 +366,10 @@ class _ExactSecondOrder(_SecondOrder):
         return _Response(root, _between(k, root) + pairs + _on_diagonal((own + own.mT) / 2))
 
 
-def _weights(
+def reaction_weights(
     b: Tensor, jet: tuple[Tensor, Tensor, Tensor, Tensor], p: Tensor, q: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The factors of b and of v in O."""
+    """The factors of b and of v in O, of a sphere's (tau, rho, w, w') and the sums p, q and u."""
     tau, rho, w, slope = jet
     even = w + slope * (b * b).sum(-1)
     return (w * p / 2 + even * q + (slope - w * w / tau) * u) / rho, w / tau

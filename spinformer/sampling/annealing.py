@@ -31,6 +31,7 @@ from spinformer.sampling.chains import Chains, Move, Start
 from spinformer.sampling.schedule import schedule
 from spinformer.sampling.tempering import listed
 from spinformer.solve.solution import Solution
+from spinformer.spins.couplings.checks import check_count
 from spinformer.spins.system import SpinSystem
 
 __all__ = ["AnnealingResult", "SimulatedAnnealing", "quench"]
@@ -144,8 +145,7 @@ class SimulatedAnnealing:
         elif beta_min is not None or beta_max is not None:
             raise ValueError("betas are given one by one: leave beta_min and beta_max out")
         for name, count in (("sweeps", sweeps), ("chains", chains), ("records", records)):
-            if count < 1:
-                raise ValueError(f"{name}={count}: give 1 or more")
+            check_count(name, count, 1)
         if tolerance is not None and not 0 < tolerance < 1:
             raise ValueError(f"tolerance={tolerance}: give a number between 0 and 1, or None")
         check_on_failure(on_failure)
@@ -222,12 +222,8 @@ class SimulatedAnnealing:
                 ) from error
         else:
             unit = _force_scale(system)
-            first, last = (
-                (factor / unit)
-                if given is None
-                else torch.as_tensor(given).to(unit).expand_as(unit)
-                for factor, given in ((_HOT, self.beta_min), (_COLD, self.beta_max))
-            )
+            first = _end("beta_min", self.beta_min, _HOT / unit)
+            last = _end("beta_max", self.beta_max, _COLD / unit)
             parts = torch.linspace(0, 1, self.sweeps, dtype=field.dtype, device=field.device)
             parts = parts.reshape(-1, *[1] * unit.ndim)
             if self.betas == "geometric":
@@ -240,6 +236,20 @@ class SimulatedAnnealing:
                 f"{float(betas.min()):.6g}"
             )
         return betas
+
+
+def _end(name: str, given: float | Tensor | None, otherwise: Tensor) -> Tensor:
+    """One end of a schedule, (*batch)."""
+    if given is None:
+        return otherwise
+    end = torch.as_tensor(given).to(otherwise)
+    try:
+        return end.expand_as(otherwise)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} has shape {tuple(end.shape)}: give a number, or one for each system of the "
+            f"batch {tuple(otherwise.shape)}"
+        ) from error
 
 
 @torch.no_grad()

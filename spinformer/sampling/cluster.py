@@ -50,11 +50,12 @@ from torch import Tensor
 from spinformer.errors import check_choice, strict_options
 from spinformer.sampling.chains import Chains, Kernel, Move
 from spinformer.spins.couplings import Couplings, CurieWeiss, Dense, Lattice, Masked
+from spinformer.spins.couplings.checks import check_count
 from spinformer.spins.site import Gaussian
 from spinformer.spins.streams import Streams
 from spinformer.spins.system import SpinSystem
 
-__all__ = ["SwendsenWang", "Wolff"]
+__all__ = ["SwendsenWang", "Wolff", "lattice_bonds"]
 
 Frustrated = Literal["refuse", "allow"]
 
@@ -133,11 +134,8 @@ class Wolff(Move):
     """
 
     def __init__(self, clusters: int | None = None, *, frustrated: Frustrated = "refuse") -> None:
-        if clusters is not None and (not isinstance(clusters, int) or clusters < 1):
-            raise ValueError(
-                f"clusters={clusters!r}: give the number of clusters a sweep, an integer of at "
-                "least 1, or None to adapt it"
-            )
+        if clusters is not None:
+            check_count("clusters", clusters, 1)
         check_choice("frustrated", frustrated, ("refuse", "allow"))
         self.clusters = clusters
         self.frustrated = frustrated
@@ -448,7 +446,7 @@ def _listed(couplings: Couplings, move: str) -> tuple[Tensor, Tensor, Tensor]:
         both = there[..., first] & there[..., second]
         return first, second, torch.where(both, strength, 0.0)
     if isinstance(couplings, Lattice):
-        return *_lattice(couplings), couplings.strength.detach()[..., None]
+        return *lattice_bonds(couplings), couplings.strength.detach()[..., None]
     if not isinstance(couplings, Dense):
         _check_number(n * (n - 1) // 2, couplings, move)
     if isinstance(couplings, CurieWeiss):
@@ -470,8 +468,8 @@ def _check_number(number: int, couplings: Couplings, move: str) -> None:
         )
 
 
-def _lattice(lattice: Lattice) -> tuple[Tensor, Tensor]:
-    """Neighbours, each pair once: a site and the next one in every direction."""
+def lattice_bonds(lattice: Lattice) -> tuple[Tensor, Tensor]:
+    """Both ends of all bonds (B,), each once: a site and the next one in every direction."""
     sites = torch.arange(lattice.num_spins, device=lattice.device).reshape(lattice.shape)
     first, second = [], []
     for axis, (length, wrap) in enumerate(zip(lattice.shape, lattice.periodic, strict=True)):

@@ -290,7 +290,8 @@ class MultiHistogram:
 
     Args:
         energies: (C, K, *batch, T): chains, temperatures, systems and time.
-        betas: (K) or (K, *batch), in any order, different from each other.
+        betas: (K) or (K, *batch), in any order, different from each other in every system whose
+            energies are finite; any other has NaN for an answer.
         anchor: inverse temperature and log Z (a number or *batch) there, taken as exact.
         on_failure: ``"raise"``, ``"warn"`` or ``"ignore"`` where the temperatures share too few
             states to be joined (overlap below 0.03), or an answer rests on fewer than 50 effective
@@ -321,7 +322,7 @@ class MultiHistogram:
             shape = tuple(energies.shape) if isinstance(energies, Tensor) else energies
             raise ValueError(
                 f"energies have shape {shape}: they must be (C, K, *batch, T), chains, "
-                "temperatures, systems and time"
+                "temperatures, systems and time, as those of ParallelTempering are"
             )
         count, batch = energies.shape[1], energies.shape[2:-1]
         betas = torch.as_tensor(betas, dtype=torch.float64, device=energies.device)
@@ -336,13 +337,20 @@ class MultiHistogram:
             raise ValueError("one temperature cannot be joined with others: give two or more betas")
         rank = betas.reshape(count, -1).argsort(0)
         ascending = betas.reshape(count, -1).gather(0, rank)
-        if bool((ascending.diff(dim=0) <= 0).any()):
+        finite = torch.isfinite(energies).all(-1).all(1).all(0).flatten()
+        if bool(((ascending.diff(dim=0) <= 0) & finite).any()):
             raise ValueError("betas has a temperature twice: join those runs as chains of one")
         self.betas = betas
         self.on_failure = on_failure
         beta, value = anchor
         given = torch.as_tensor(value, dtype=torch.float64, device=energies.device)
-        self._anchor = float(beta), given.expand(batch).flatten()
+        try:
+            self._anchor = float(beta), given.expand(batch).flatten()
+        except RuntimeError as error:
+            raise ValueError(
+                f"anchor has log Z of shape {tuple(given.shape)}: give a number, or one for each "
+                f"system of the batch {tuple(batch)}"
+            ) from error
         self._shape = energies.shape
         self._rank = rank
         self._thin = 1
@@ -350,12 +358,32 @@ class MultiHistogram:
         self._energies = energies.detach()
         self._joined: list[_Joined | None] = []
         for system, own in enumerate(self._ordered(energies).unbind(2)):
-            sound = bool(torch.isfinite(own).all())
-            self._joined.append(_join(own, ascending[:, system]) if sound else None)
+            self._joined.append(_join(own, ascending[:, system]) if finite[system] else None)
         lost = ascending.new_full((count - 1,), torch.nan)
         rows = [lost if joined is None else joined.overlap for joined in self._joined]
         self.overlap = torch.stack(rows, -1).reshape(count - 1, *batch)
         self._check_overlap()
+
+    @classmethod
+    def of(
+        cls,
+        equilibrium: SampledEquilibrium,
+        *,
+        anchor: tuple[float, Tensor | float] = (0.0, 0.0),
+        on_failure: OnFailure = "warn",
+    ) -> MultiHistogram:
+        """The temperatures of a run joined.
+
+        Args:
+            equilibrium: of :class:`~spinformer.ParallelTempering`, or of a batch whose first axis
+                is the temperature and differs in nothing else. Its ``series`` have the shape that
+                :meth:`mean` asks for.
+            anchor, on_failure: see the class.
+        """
+        energies = equilibrium.series["energy"]
+        if equilibrium.broken is not None:
+            energies = energies.masked_fill(equilibrium.broken[..., None], torch.nan)
+        return cls(energies, equilibrium.system.beta, anchor=anchor, on_failure=on_failure)
 
     def _ordered(self, values: Tensor) -> Tensor:
         """(C, K, systems, T) in ascending order of beta, without what is left out."""

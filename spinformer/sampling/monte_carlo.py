@@ -37,9 +37,9 @@ Seed = int | Sequence[int] | Tensor | torch.Generator
 
 # Series shorter than this have no drift to look for.
 _FEWEST_MEASUREMENTS = 16
-# Up to so many sites all pairs are measured, and means given the neighbours, unless told otherwise;
-# up to so many components all pairs of those.
-_SMALL_SITES, _SMALL_COMPONENTS = 512, 256
+# Unless told otherwise, means given the neighbours are measured up to so many sites, all pairs up to
+# so many, and all pairs of components up to so many of those: beyond, they cost more than the sweep.
+_SMALL_SITES, _SMALL_PAIRS, _SMALL_COMPONENTS = 512, 128, 64
 # Configurations kept for gradients: their error is that of the run times sqrt(T / kept).
 _KEPT_FOR_GRADIENTS = 1000
 _SWEEPS_TO_ADAPT = 10
@@ -62,11 +62,13 @@ class MonteCarlo:
         every: sweeps between measurements.
         seed: an integer, a generator, or the int64 keys of the chains (chains, *batch): see
             :meth:`Streams.from_seed`. Chain k of a run is the chain of its key alone, to rounding.
+            So is a system of a batch, if it has the bonds of the others: their union decides which
+            spins are updated together, and another order gives other, as good, chains.
         initial: ``"random"`` or ``"ordered"`` spins to start from.
         correlations: True: measure :math:`S_i \cdot S_j` of all pairs, N^2 numbers.
             ``"components"``: :math:`S_{ia} S_{jb}` too, N^2 D^2 numbers, for the susceptibility of
-            all pairs. False: O(N D) numbers only. None: components up to N D = 256, pairs up to
-            N = 512.
+            all pairs. False: O(N D) numbers only. None: components up to N D = 64, pairs up to
+            N = 128; beyond, they take longer than a sweep.
         conditional: measure the mean of each spin given the others instead of the spin: less noise
             for one more evaluation of the site law a measurement. None: up to N = 512.
         structure_factor: measure the waves of a lattice, O(N D log N) a measurement.
@@ -165,10 +167,10 @@ class MonteCarlo:
 
     def _observables(self, system: SpinSystem) -> Observables:
         n, d = system.num_spins, system.dim
-        small = n <= _SMALL_SITES
         pairs: Pairs
         if self.correlations is None:
-            pairs = "components" if n * d <= _SMALL_COMPONENTS else "scalar" if small else "none"
+            scalar: Pairs = "scalar" if n <= _SMALL_PAIRS else "none"
+            pairs = "components" if n * d <= _SMALL_COMPONENTS else scalar
         elif self.correlations == "components":
             pairs = "components"
         else:
@@ -180,7 +182,7 @@ class MonteCarlo:
             )
         return Observables(
             system,
-            conditional=small if self.conditional is None else self.conditional,
+            conditional=n <= _SMALL_SITES if self.conditional is None else self.conditional,
             pairs=pairs,
             structure=self.structure_factor,
         )

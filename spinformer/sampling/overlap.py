@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from spinformer.errors import strict_options
+from spinformer.sampling.cluster import lattice_bonds
 from spinformer.sampling.observables import lattice_of
 from spinformer.sampling.sampled import SampledEquilibrium
-from spinformer.sampling.schedule import lattice_neighbours
 from spinformer.spins.couplings import Masked
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.statistics import Jackknife, bin_means, jackknife
@@ -297,12 +297,7 @@ def _bonds(system: SpinSystem) -> tuple[Tensor, Tensor, Tensor]:
     """The two ends of all bonds (B,), and whether each system has them (..., B)."""
     lattice = lattice_of(system.couplings)
     if lattice is not None:
-        sites = torch.arange(system.num_spins)
-        neighbours, there = lattice_neighbours(lattice.shape, lattice.periodic, sites)
-        # One of the two directions of each axis.
-        forward = there[:, ::2]
-        first = sites[:, None].expand_as(forward)[forward].to(system.field.device)
-        second = neighbours[:, ::2][forward].to(system.field.device)
+        first, second = lattice_bonds(lattice)
         present = _present(system)
         return first, second, present[..., first] & present[..., second]
     matrix = system.couplings.to_dense()

@@ -67,6 +67,12 @@ _Function = Callable[..., Tensor]
 class Diagnostics:
     """Whether a run was long enough to know its own errors; every entry is (*batch).
 
+    Energy and absolute moment decide. The direction of the moment may be one of several that a
+    symmetry makes alike, between which local moves never get in order: chains that froze into
+    different ones know energies, |M| and their fluctuations well, and their disagreement is seen in
+    ``r_hat["moment"]`` and in the standard errors of magnetization and susceptibility, which are
+    then those of the scatter of the chains. Chains that all froze into the same one see nothing.
+
     Attributes:
         tau: integrated autocorrelation time in sweeps, 1/2 of the distance of measurements for
             independent ones: of ``energy``, ``absolute_moment`` and the slowest component of
@@ -494,7 +500,7 @@ class SampledEquilibrium(Equilibrium):
             if "structure" in self.record.means:
                 return (
                     "structure",
-                ), lambda waves: waves * (n / share).reshape(*share.shape, *axes)
+                ), lambda waves: waves * _before(n / share, share.ndim + len(shape))
             last = tuple(range(-len(shape), 0))
 
             def transform(pair: Tensor) -> Tensor:
@@ -666,8 +672,7 @@ class SampledEquilibrium(Equilibrium):
             if found is None:
                 found = error
             else:
-                short = short.reshape(*short.shape, *[1] * (error.ndim - short.ndim))
-                found = torch.where(short, error, found)
+                found = torch.where(_before(short, error.ndim), error, found)
         assert found is not None
         return found
 
@@ -723,9 +728,7 @@ class SampledEquilibrium(Equilibrium):
                     return [share.sum(-1), *scalar_means(names, series, self._centre, share)]
 
                 def ratio(share: Tensor, *sums: Tensor, function: _Function = function) -> Tensor:
-                    means = (
-                        s / share.reshape(*share.shape, *[1] * (s.ndim - share.ndim)) for s in sums
-                    )
+                    means = (s / _before(share, s.ndim) for s in sums)
                     return function(other, self._centre, *means)
 
                 values[name] = ratio(*(block.mean(0, keepdim=True) for block in blocks(1)))[0]
@@ -794,6 +797,11 @@ def _rebinned(mean: BinnedMean, length: int, bins: int) -> Tensor:
 def _student(blocks: int) -> float:
     """What makes z-scores of a jackknife error have variance one: that of Student's t."""
     return ((blocks - 1) / (blocks - 3)) ** 0.5 if blocks > 4 else 3**0.5
+
+
+def _before(values: Tensor, axes: int) -> Tensor:
+    """With more axes behind its own, so many in all."""
+    return values[(..., *[None] * (axes - values.ndim))]
 
 
 def _matrix(beta: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from spinformer.sampling.local import HeatBath
 from spinformer.sampling.monte_carlo import MonteCarlo, Seed
 from spinformer.sampling.progress import Progress
 from spinformer.sampling.sampled import SampledEquilibrium
+from spinformer.spins.couplings.checks import check_count
 from spinformer.spins.system import SpinSystem
 
 __all__ = [
@@ -97,9 +98,7 @@ class ReplicaExchange(Move):
     """
 
     def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: swaps are tried every 1, 2, ... sweeps")
-        self.every = every
+        self.every = check_count("every", every, 1)
 
     def start(self, chains: Chains) -> _Exchange:
         _check_ladder(chains)
@@ -248,7 +247,8 @@ class ParallelTempering:
             temperature at which mean field orders (:func:`disordered_beta`), at most half of
             ``beta_max``.
         beta_max: the coldest rung. None: the system's beta.
-        rungs: K. None: enough for every second swap if all degrees of freedom were harmonic.
+        rungs: K. None: enough for every second swap if all degrees of freedom were harmonic, in
+            the system of the batch that needs most.
         adapt: move the rungs between the ends until all pairs swap equally often
             (:func:`equalized`), in a pilot run of as many sweeps as the warm-up and 248 at least;
             what is measured has a ladder that stays. All chains of a system share its ladder.
@@ -295,8 +295,8 @@ class ParallelTempering:
             extra = [name for name, value in given.items() if value is not None]
             if extra:
                 raise ValueError(f"betas are given one by one: leave {', '.join(extra)} out")
-        if rungs is not None and rungs < 2:
-            raise ValueError(f"rungs={rungs}: a ladder has two or more")
+        if rungs is not None:
+            check_count("rungs", rungs, 2)
         check_on_failure(on_failure)
         self.betas = betas
         self.beta_min, self.beta_max, self.rungs = beta_min, beta_max, rungs
@@ -365,7 +365,7 @@ class ParallelTempering:
 
         if self.betas is not None:
             betas = spread(self.betas, "betas", 1)
-            if len(betas) < 2:
+            if betas.ndim == len(batch) or len(betas) < 2:
                 raise ValueError(f"betas={self.betas}: a ladder has two rungs or more")
         else:
             coldest = own if self.beta_max is None else spread(self.beta_max, "beta_max", 0)
@@ -500,10 +500,8 @@ def _laddered(system: SpinSystem, betas: Tensor) -> SpinSystem:
 
 
 def listed(moves: Move | Sequence[Move] | None) -> tuple[Move, ...]:
-    """One move or several that take turns; heat bath if none is given."""
-    if moves is None:
-        return (HeatBath(),)
-    return (moves,) if isinstance(moves, Move) else tuple(moves)
+    """One move or several that take turns, as :class:`MonteCarlo` reads them; None: heat bath."""
+    return MonteCarlo(moves).moves or (HeatBath(),)
 
 
 # -- ladders ---------------------------------------------------------------------------------------

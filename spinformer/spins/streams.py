@@ -68,8 +68,8 @@ class Streams:
             seed = int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
         if isinstance(seed, int) and not isinstance(seed, bool):
             return cls(cls(torch.tensor(_signed(seed % 2**64), device=device)).bits(*shape))
-        keys = torch.as_tensor(seed, device=device)
-        if keys.dtype != torch.int64:
+        keys = None if seed is None else torch.as_tensor(seed, device=device)
+        if keys is None or keys.dtype != torch.int64:
             raise TypeError(
                 f"seed={seed!r}: pass an integer, a torch.Generator, or the int64 keys of chains"
             )

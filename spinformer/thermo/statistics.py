@@ -51,6 +51,8 @@ __all__ = [
 
 # A window of so many tau leaves out exp(-5) of an exponential decay.
 _WINDOW = 5.0
+# Bins are few and hardly correlated: there the noise of what is summed is the larger evil.
+_WINDOW_OF_BINS = 1.5
 # 20 tau a chain are the least that tells a tau: a window of a quarter.
 _FEWEST = 4
 # Shorter series have nothing to say about their correlations.
@@ -149,6 +151,8 @@ def _constant(series: Tensor) -> Tensor:
 def _autocovariance(centred: Tensor, lags: int) -> Tensor:
     """Gamma(0 ... lags) averaged over the chains (*batch, lags + 1)."""
     steps = centred.shape[-1]
+    if not centred.numel():  # there are no transforms of nothing
+        return centred.new_zeros(*centred.shape[1:-1], lags + 1)
     # Padded with zeros, so that the end is not correlated with the beginning.
     size = 1 << (steps + lags - 1).bit_length()
     spectrum = torch.fft.rfft(centred, n=size)
@@ -158,7 +162,7 @@ def _autocovariance(centred: Tensor, lags: int) -> Tensor:
     return summed / pairs
 
 
-def _sum(series: Tensor) -> _Summed:
+def _sum(series: Tensor, factor: float = _WINDOW) -> _Summed:
     chains, steps = series.shape[0], series.shape[-1]
     count = chains * steps
     frozen = _constant(series)
@@ -179,7 +183,7 @@ def _sum(series: Tensor) -> _Summed:
     total = raw / (1 - (2 * window + 1) / count)
     variance = gamma[..., :1] + total / count
     tau = total / (2 * variance)
-    closed = window >= _WINDOW * tau.clamp_min(0.5)
+    closed = window >= factor * tau.clamp_min(0.5)
     # The last window for those that never close.
     chosen = torch.where(closed.any(-1), closed.double().argmax(-1), lags - 1)
     resolved = closed.any(-1) & (_FEWEST * window[chosen] <= steps)
@@ -485,10 +489,13 @@ def jackknife(function: Callable[..., Tensor], *bins: Tensor) -> Jackknife:
     With :math:`f_j` the function of the means without bin j of n,
 
     .. math::
-        f \approx n f(\bar x) - (n - 1) \bar f_j,\qquad
-        \sigma^2 = \frac{n-1}{n} \sum_j (f_j - \bar f_j)^2 .
+        f \approx f(\bar x) - B,\quad B = (n - 1) (\bar f_j - f(\bar x)),\qquad
+        \sigma^2 = \frac{n-1}{n} \sum_j (f_j - \bar f_j)^2 + 2 B^2 .
 
     The value is unbiased to order 1/n^2, and correlations between the arguments are accounted for.
+    The last term counts where f has no slope, as the square of a mean that vanishes: there f is a
+    square of noise of mean B and variance :math:`2 B^2`, of which the sum sees next to nothing if
+    the mean happens to vanish. Elsewhere it is smaller by 1/n.
 
     Args:
         function: takes the means of the arguments, with one more axis in front of each, and returns
@@ -513,8 +520,9 @@ def jackknife(function: Callable[..., Tensor], *bins: Tensor) -> Jackknife:
     whole = function(*means)[0]
     parts = function(*left_out)
     middle = parts.mean(0)
-    error = torch.sqrt((n - 1) / n * (parts - middle).square().sum(0))
-    return Jackknife(n * whole - (n - 1) * middle, error)
+    bias = (n - 1) * (middle - whole)
+    variance = (n - 1) / n * (parts - middle).square().sum(0)
+    return Jackknife(whole - bias, torch.sqrt(variance + 2 * bias.square()))
 
 
 class Equilibration(NamedTuple):
@@ -658,7 +666,8 @@ class BinnedMean:
 
     @property
     def error(self) -> Tensor:
-        """Standard error of the mean, (*shape): that of :func:`estimate` for the bin means.
+        """Standard error of the mean, (*shape): that of :func:`estimate` for the bin means, with a
+        window of 1.5 tau, as bins are few.
 
         Correlations that outlast a bin are seen as those of the bins. NaN with fewer than eight
         bins in all chains, or with one a chain.
@@ -672,7 +681,10 @@ class BinnedMean:
         # What is in the bin to come adds to the mean, and would lower the error by its share.
         share = kept * self.length / self.count
         flat = full.flatten(2) if full.ndim > 2 else full[..., None]
-        errors = [_error(_sum(p.permute(1, 2, 0)), count) for p in flat.split(_CHUNK, -1)]
+        errors = [
+            _error(_sum(part.permute(1, 2, 0), _WINDOW_OF_BINS), count)
+            for part in flat.split(_CHUNK, -1)
+        ]
         return torch.cat(errors).reshape(answer.shape) * math.sqrt(share)
 
     def state(self) -> dict[str, Tensor]:

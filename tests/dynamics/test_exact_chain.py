@@ -229,3 +229,53 @@ def test_bad_input() -> None:
         )
     with pytest.raises(ValueError, match="must broadcast"):
         ExactDynamics().run(system, 2, field=torch.zeros(2, 4, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"systems \(2,\), which do not broadcast"):
+        ExactDynamics().run(system, 2, torch.zeros(2, 3, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="holds a spin of nan"):
+        ExactDynamics().run(system, 2, torch.full((3, 1), torch.nan, dtype=torch.float64))
+    with pytest.raises(TypeError, match="initial must be a tensor, not int"):
+        ExactDynamics().run(system, 2, 1)  # type: ignore[arg-type]
+
+
+def test_stationary_law_is_carried_on() -> None:
+    system = random_system(3)
+    state = ExactDynamics().steady_state(system)
+    laws = ExactDynamics().run(system, 3, state).laws
+    torch.testing.assert_close(laws, state.law.expand(4, -1), rtol=0, atol=1e-15)
+
+
+def test_a_law_lost_in_rounding_is_refused() -> None:
+    """Two spins hold each other: the slowest deviation decays in some exp(2 beta) steps."""
+    matrix = torch.tensor([[0.0, 1.0], [0.5, 0.0]], dtype=torch.float64)
+    field = torch.tensor([[0.1], [0.0]], dtype=torch.float64)
+    warm = SpinSystem(matrix, field, 6.0, Ising())
+    assert float(ExactDynamics().steady_state(warm).residual) < 1e-15
+    for beta in (20.0, 1000.0):
+        cold = SpinSystem(matrix, field, beta, Ising())
+        with pytest.raises(ValueError, match="Raise the temperature, or follow the law by run"):
+            _ = ExactDynamics().steady_state(cold).law
+
+
+def test_correlations_along_a_run_are_those_of_single_configurations() -> None:
+    """One start whose spins are known, so that the first step's spins are independent."""
+    system = random_system(3)
+    start = torch.tensor([[1.0], [-1.0], [1.0]], dtype=torch.float64)
+    run = ExactDynamics().run(system, 2, start)
+    mean = run.magnetization[1]
+    expected = torch.diagonal_scatter(mean @ mean.mT, torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(run.correlations(1), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(run.delayed_correlations(1), mean @ start.mT, rtol=0, atol=1e-15)
+    # From the stationary law on they are those of the steady state.
+    state = ExactDynamics().steady_state(system)
+    rest = ExactDynamics().run(system, 2, state)
+    for connected in (False, True):
+        for found, right in (
+            (rest.correlations(2, connected=connected), state.correlations(connected=connected)),
+            (
+                rest.delayed_correlations(2, connected=connected),
+                state.delayed_correlations(connected=connected),
+            ),
+        ):
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="step=3: give 1 ... 2"):
+        run.correlations(3)

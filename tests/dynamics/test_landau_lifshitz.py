@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -315,3 +317,18 @@ def test_wrong_calls() -> None:
             LandauLifshitz(**options)
     with pytest.raises(TypeError, match="nearest is 'damping'"):
         LandauLifshitz(dampig=1.0)
+
+
+def test_ctrl_c_keeps_the_trajectory() -> None:
+    system, spins = glass()
+
+    def press(done: int, total: int) -> None:
+        if done == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.warns(sf.ConvergenceWarning, match="interrupted after 5 of 20 steps"):
+        part = LandauLifshitz(progress=press).run(system, spins, step=0.05, steps=20, every=2)
+    whole = LandauLifshitz().run(system, spins, step=0.05, steps=4, every=2)
+    assert torch.equal(part.spins, whole.spins) and torch.equal(part.times, whole.times)
+    with pytest.raises(TypeError, match="initial must be a tensor of spins, not 'random'"):
+        LandauLifshitz().run(system, "random", step=0.05, steps=1)  # type: ignore[arg-type]

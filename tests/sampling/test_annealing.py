@@ -163,6 +163,14 @@ def test_a_chain_does_what_it_does_alone(dim):
     assert torch.equal(again.spins, together.spins)
 
 
+@pytest.mark.parametrize("dim", [1, 3])
+def test_a_system_without_spins_is_at_its_minimum(dim):
+    site = sf.Ising() if dim == 1 else sf.Sphere(dim)
+    empty = sf.SpinSystem(torch.zeros(0, 0), torch.zeros(2, 0, dim), 1.0, site)
+    result = SimulatedAnnealing(sweeps=3, chains=2, on_failure="raise").minimize(empty)
+    assert torch.equal(result.best_energy, torch.zeros(2))
+
+
 def test_schedules():
     system = glass(6, batch=(2,))
     hot = torch.tensor([0.5, 0.25], dtype=F64)
@@ -219,10 +227,12 @@ def test_failures_are_loud():
         ({"sweeps": 0}, "sweeps=0"),
         ({"records": 0}, "records=0"),
         ({"chains": 0}, "chains=0"),
+        ({"moves": []}, "moves is empty"),
         ({"tolerance": 2.0}, "tolerance=2.0"),
         ({"betas": []}, "one inverse temperature a sweep"),
         ({"betas": [0.0, 1.0]}, "positive and finite"),
         ({"betas": torch.ones(4, 3, dtype=F64)}, r"\(4, 3\)"),
+        ({"beta_max": torch.ones(3, dtype=F64)}, r"beta_max has shape \(3,\)"),
     ],
 )
 def test_bad_options(options, message):

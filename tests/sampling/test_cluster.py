@@ -445,6 +445,7 @@ UNFRUSTRATED = {
     ),
     "no couplings": Dense(torch.zeros(3, 3, dtype=F64)),
     "no strength": Lattice((3,), strength=0.0, dtype=F64),
+    "no spins": Dense(torch.zeros(0, 0, dtype=F64)),
 }
 
 

@@ -287,6 +287,26 @@ def test_temperatures_in_any_order_and_systems_side_by_side() -> None:
     assert float(lower.log_partition(1.4).value) == pytest.approx(float(near.value) + 14000)
 
 
+@pytest.mark.stochastic
+def test_the_ladder_of_a_run() -> None:
+    """Parallel tempering of three ferromagnets, of which one is broken and has no ladder."""
+    h = torch.tensor([0.1, torch.nan, 0.3], dtype=torch.float64)[:, None, None].expand(3, 9, 1)
+    lattice = sf.couplings.square(3, dtype=torch.float64)
+    system = sf.SpinSystem(lattice, h, 0.6, sf.Ising(), check_finite=False)
+    ladder = [0.05, 0.3, 0.6]
+    run = sf.ParallelTempering(ladder, sweeps=200, seed=2, on_failure="ignore").solve(system)
+    joined = MultiHistogram.of(run, on_failure="raise")
+    exact = sf.Exact().solve(system.replace(field=h.nan_to_num()))
+    magnetization = joined.mean(run.series["moment"][..., 0], 0.6)
+    for found, right in (
+        (joined.log_partition(0.6), exact.log_partition),
+        (joined.internal_energy(0.6), exact.internal_energy),
+        (magnetization, exact.magnetization.sum((-2, -1))),
+    ):
+        z = (found.value - right) / found.error
+        assert bool((z[[0, 2]].abs() < 4).all()) and math.isnan(found.value[1])
+
+
 def test_a_ladder_with_a_hole_and_questions_outside_it_are_loud() -> None:
     energies, _ = draw(torch.tensor([0.1, 12.0]).double(), 300, 2, fields(8, 1))
     with pytest.raises(ConvergenceError, match=r"overlap\[0\]"):
@@ -306,6 +326,8 @@ def test_what_cannot_be_joined_is_refused(monkeypatch) -> None:
         MultiHistogram(energies[:, :1], BETAS[:1])
     with pytest.raises(ValueError, match="twice"):
         MultiHistogram(energies, BETAS[[0, 1, 1, 2]])
+    with pytest.raises(ValueError, match=r"anchor has log Z of shape \(3,\)"):
+        MultiHistogram(energies, BETAS, anchor=(0.0, torch.zeros(3)))
     joined = MultiHistogram(energies, BETAS, on_failure="ignore")
     with pytest.raises(ValueError, match="one value"):
         joined.mean(moments[..., :50], 0.5)

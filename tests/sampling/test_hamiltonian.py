@@ -379,6 +379,14 @@ def test_a_broken_system_stays_alone() -> None:
     assert (report["steps"][:, 0] < 10).all()
 
 
+def test_a_system_without_spins_has_nothing_to_refuse() -> None:
+    empty = sf.SpinSystem(torch.zeros(0, 0), torch.zeros(2, 0, 3), 1.0, sf.Sphere(3))
+    kernel = Hamiltonian().start(Chains.start(empty, 3, 0))
+    kernel.sweep(2)
+    kernel.adapt()
+    assert (kernel.report()["acceptance"] == 1).all()
+
+
 def test_a_long_path_is_cut() -> None:
     """1024 steps at most: a chain of tiny steps takes them as they are, for a shorter time."""
     system = sf.SpinSystem(

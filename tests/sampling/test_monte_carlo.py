@@ -59,12 +59,6 @@ def z_score(sampled: SampledEquilibrium, name: str, exact: Tensor) -> Tensor:
     """Zero where a quantity is fixed, as the square of a spin on a sphere, to rounding."""
     distance = of(sampled, name) - exact
     error = sampled.standard_error(name)
-    if name in ("susceptibility", "local_susceptibility"):
-        # Of beta (1 - m^2) the error is of first order in that of m. Where m all but vanishes the
-        # second is left, which no jackknife sees: the square of LIMIT errors of m at most.
-        second = sampled.standard_error("magnetization").square().amax((-2, -1))
-        second = (sampled.system.beta * LIMIT * second).reshape(*second.shape, *[1] * 3)
-        error = torch.hypot(error, second if error.ndim == second.ndim else second[..., None])
     fixed = distance.abs() <= 1e-12 * exact.abs().amax().clamp_min(1)
     return torch.where(fixed, 0.0, distance / error)
 

@@ -195,6 +195,13 @@ def test_link_overlap_of_lattices_and_dense_couplings():
     torch.testing.assert_close(found.link(), (7 * found.overlap**2 - 1) / 6)
 
 
+def test_a_system_without_spins_has_no_overlap():
+    empty = sf.SpinSystem(torch.zeros(0, 0), torch.zeros(0, 1), 1.0, sf.Ising())
+    overlaps = ReplicaOverlaps(empty, torch.zeros(2, 4, 0, 1))
+    assert float(overlaps.mean_square().value) == 0
+    assert float(overlaps.distribution(3).density[1]) == pytest.approx(3 / 2)
+
+
 def test_systems_with_different_bonds_count_their_own():
     j = torch.zeros(2, 3, 3, dtype=F64)
     j[0, 0, 1] = j[0, 1, 0] = 1.0

@@ -331,13 +331,20 @@ def test_a_ladder_does_what_it_does_alone():
     torch.testing.assert_close(alone.series["energy"][0], together.series["energy"][2, :, 1])
 
 
-def test_a_broken_system_stays_alone():
-    """Its neighbour has the ladder and the answer that it has with a sound one beside it."""
-    system = glass(6, 2.0, batch=(2,))
-    field = system.field.clone()
-    field[0, 0] = torch.nan
-    broken = system.replace(field=field, check_finite=False)
-    run = ParallelTempering(chains=2, rungs=4, sweeps=64, warmup=40, on_failure="ignore")
+@pytest.mark.parametrize("what", ["field", "beta", "couplings"])
+def test_a_broken_system_stays_alone(what):
+    """Its neighbour has the ladder and the answer that it has with a sound one beside it: a twin,
+    which asks for as many rungs."""
+    parts = {
+        "couplings": glass(6).couplings.to_dense().expand(2, 6, 6).clone(),
+        "field": torch.zeros(2, 6, 1, dtype=F64),
+        "beta": torch.full((2,), 2.0, dtype=F64),
+    }
+    system = sf.SpinSystem(**parts, site=sf.Ising())
+    parts[what] = parts[what].clone()
+    parts[what][0] = torch.nan
+    broken = system.replace(**parts, check_finite=False)
+    run = ParallelTempering(chains=2, sweeps=32, warmup=8, on_failure="ignore")
     hurt, sound = run.solve(broken), run.solve(system)
     assert torch.equal(hurt.series["energy"][:, :, 1], sound.series["energy"][:, :, 1])
     assert bool(hurt.internal_energy[:, 0].isnan().all())
@@ -362,6 +369,29 @@ def test_swaps_outlive_files(tmp_path):
         assert torch.equal(other.series["energy"], first.series["energy"])
         for one, two in zip(swap_statistics(first), swap_statistics(other), strict=True):
             assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_a_system_without_spins(dim):
+    site = sf.Ising() if dim == 1 else sf.Sphere(dim)
+    empty = sf.SpinSystem(torch.zeros(0, 0), torch.zeros(0, dim), 1.0, site)
+    found = ParallelTempering(chains=2, sweeps=32, warmup=0, on_failure="ignore").solve(empty)
+    assert torch.equal(found.internal_energy, torch.zeros(2))
+
+
+def test_ends_are_numbers_or_one_a_system():
+    for system in (curie_weiss(4), glass(4, batch=(2,))):
+        run = ParallelTempering(
+            beta_min=0.25, beta_max=4.0, rungs=5, adapt=False, sweeps=16, on_failure="ignore"
+        )
+        betas = run.solve(system).system.beta
+        expected = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0], dtype=F64)
+        torch.testing.assert_close(betas.movedim(0, -1), expected.expand(*system.batch_shape, 5))
+    each = torch.tensor([0.25, 0.5], dtype=F64)
+    run = ParallelTempering(
+        beta_min=each, beta_max=1.0, rungs=3, adapt=False, sweeps=16, on_failure="ignore"
+    )
+    torch.testing.assert_close(run.solve(system).system.beta[0], each)
 
 
 def test_bottlenecks_are_named():
@@ -419,6 +449,7 @@ def test_bad_ladders():
         ({"rungs": 1}, "rungs=1"),
         ({"exchange_every": 0}, "every=0"),
         ({"chains": 0}, "chains=0"),
+        ({"moves": []}, "moves is empty"),
         ({"betas": [1.0]}, "two rungs or more"),
         ({"betas": [1.0, 0.5]}, "rise, hottest first"),
         ({"betas": [0.0, 0.5]}, "rise, hottest first"),

@@ -126,8 +126,9 @@ def chi_square(samples: Tensor, exact: Tensor) -> float:
     return float(t.square().mean()) / ((len(samples) - 1) / (len(samples) - 3))
 
 
-# Entries of one system hang together, so that this mean scatters.
-_CHAINS, _LOW, _HIGH = 18, 0.25, 2.6
+# Entries of one system hang together, so that this mean scatters: 0.2 to 2.1 over six seeds. A mean
+# that is off by two standard errors adds 4 to it.
+_CHAINS, _LOW, _HIGH = 18, 0.1, 3.0
 
 
 @pytest.mark.stochastic

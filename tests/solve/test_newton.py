@@ -1,5 +1,6 @@
 """Newton in the cone: it ends for every K and b, at the minimum, within the stated limits."""
 
+import itertools
 import math
 
 import pytest
@@ -261,6 +262,13 @@ def test_too_few_steps_are_reported():
     # The residual is that of the tau that is returned.
     residual, _ = independent_residual(k, torch.zeros(8, 1, dtype=F64), found.solution.value)
     torch.testing.assert_close(residual, found.solution.residual, rtol=1e-6, atol=0)
+
+
+def test_every_step_that_is_allowed_leads_further_down():
+    """The path, for which too few are left, must not put its own start in their place."""
+    k, b = 2 * matrices(8)["gaussian"], torch.ones(8, 4, dtype=F64)
+    values = [float(minimize_in_cone(k, b, max_iterations=n).value) for n in range(1, 5)]
+    assert all(after < before for before, after in itertools.pairwise(values))
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100, 130])
