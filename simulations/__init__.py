@@ -22,6 +22,7 @@
 ``runs``                many runs: resumable, each in a process of its own
 ``approximations``      every approximation: how studies make it, name it and draw it
 ``options``             options that several studies take
+``results``             what a study does with what it found, finished or not
 ``figures``             the look that all figures share, and how they are written
 ``plots``               the figures of ``compare``
 ``class_token_plots``   the figures of ``class_token``

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from simulations.study import STUDIES, get_study
+from simulations.study import STUDIES, get_study, parser_of
 from spinformer.errors import SpinformerError
 
 
@@ -36,19 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    parser = argparse.ArgumentParser(
-        prog=f"python -m simulations {study.name}", description=study.description
-    )
-    parser.add_argument("--quick", action="store_true", help="a minute on two cores")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed (default 0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results") / study.name,
-        metavar="DIR",
-        help="where results go (default: %(default)s)",
-    )
-    study.add_arguments(parser)
+    parser = parser_of(study, f"python -m simulations {study.name}")
     try:
         return study.run(parser.parse_args(arguments[len(own) :]))
     except SpinformerError as error:

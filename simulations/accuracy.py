@@ -18,19 +18,18 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
-from simulations.runs import write_json
+from simulations.results import collect, conclude
 from simulations.tables import align
 
 # Families of an approximation that does not apply to all.
@@ -241,36 +240,15 @@ class _Accuracy:
         instances = args.instances or (5 if args.quick else 40)
         steps = 7 if args.quick else 17
         betas = torch.logspace(math.log10(0.05), math.log10(2.0), steps, dtype=torch.float64)
-        args.out.mkdir(parents=True, exist_ok=True)
-        rows = []
-        interrupted = False
-        try:
-            for panel in tqdm(panels(args.quick), desc="panels", unit="panel"):
-                methods = measure(panel, betas, instances, args.seed)
-                rows.append(
-                    {
-                        "family": panel.family,
-                        "dim": panel.dim,
-                        "title": panel.title,
-                        "methods": methods,
-                    }
-                )
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
-            "instances": instances,
-            "interrupted": interrupted,
-            "beta": betas.tolist(),
-            "panels": rows,
-        }
-        write_json(args.out / "results.json", results)
-        if rows:
-            print(render(results))
-            print(f"\nwrote {args.out / 'results.json'} and {draw(results, args.out)}")
-        return 130 if interrupted else 0
+
+        def column(panel: Panel) -> dict[str, Any]:
+            methods = measure(panel, betas, instances, args.seed)
+            return {**asdict(panel), "title": panel.title, "methods": methods}
+
+        rows, interruption = collect(panels(args.quick), "panel", column)
+        content = {"instances": instances, "beta": betas.tolist(), "panels": rows}
+        show = (lambda results: (render(results), [draw(results, args.out)])) if rows else None
+        return conclude(self.name, args, interruption, content, show)
 
 
 STUDY = _Accuracy()

@@ -26,13 +26,12 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
-from tqdm import tqdm
 
 import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, ITERATION, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import natural
-from simulations.runs import write_json
+from simulations.results import collect, conclude
 from simulations.tables import align
 from spinformer.sampling.free_energy import ThermodynamicIntegration
 from spinformer.sampling.monte_carlo import MonteCarlo
@@ -319,40 +318,25 @@ class _BetaSweep:
         steps, points = (9, 3) if args.quick else (31, 5)
         betas = torch.logspace(-1, math.log10(4.0), steps, dtype=torch.float64)
         at = torch.logspace(math.log10(0.2), math.log10(2.0), points, dtype=torch.float64)
-        args.out.mkdir(parents=True, exist_ok=True)
-        columns: list[dict[str, Any]] = []
-        interrupted = False
-        try:
-            for family in tqdm(FAMILIES, desc="systems", unit="system"):
-                column: dict[str, Any] = {
-                    "family": family.name,
-                    "dim": family.dim,
-                    "title": family.title,
-                    "methods": measure(family, betas, args.seed),
-                    "monte_carlo": None,
-                }
-                columns.append(column)
-                if sweeps:
-                    row = sample(family, at, args.seed, sweeps)
-                    exact = _values(sf.Exact().solve(family.system(at, args.seed)))
-                    row |= {f"{quantity}_exact": value for quantity, value in exact.items()}
-                    column["monte_carlo"] = row
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
-            "sweeps": sweeps,
-            "interrupted": interrupted,
-            "beta": betas.tolist(),
-            "columns": columns,
-        }
-        write_json(args.out / "results.json", results)
-        if columns:
-            print(render(results))
-            print(f"\nwrote {args.out / 'results.json'} and {draw(results, args.out)}")
-        return 130 if interrupted else 0
+
+        def column(family: Family) -> dict[str, Any]:
+            row = None
+            if sweeps:
+                row = sample(family, at, args.seed, sweeps)
+                exact = _values(sf.Exact().solve(family.system(at, args.seed)))
+                row |= {f"{quantity}_exact": value for quantity, value in exact.items()}
+            return {
+                "family": family.name,
+                "dim": family.dim,
+                "title": family.title,
+                "methods": measure(family, betas, args.seed),
+                "monte_carlo": row,
+            }
+
+        columns, interruption = collect(FAMILIES, "system", column)
+        content = {"sweeps": sweeps, "beta": betas.tolist(), "columns": columns}
+        show = (lambda results: (render(results), [draw(results, args.out)])) if columns else None
+        return conclude(self.name, args, interruption, content, show)
 
 
 STUDY = _BetaSweep()

@@ -51,7 +51,8 @@ from simulations.maps import (
     sample_steady,
 )
 from simulations.options import positive
-from simulations.runs import replaced, write_json
+from simulations.results import conclude, until_interrupted
+from simulations.runs import replaced, write_text
 from simulations.tables import align
 from spinformer.dynamics.kinetic import KineticMeanField, KineticTAP
 
@@ -675,26 +676,22 @@ class _Fidelity:
             families=tuple(dict.fromkeys(args.couplings)) if args.couplings else plan.families,
         )
         panels: list[Panel] = []
-        interrupted = False
         total = sum(
             len(plan.families) * plan.sampling(dim).total + plan.steady(dim).total
             for dim in plan.dims
         )
-        with tqdm(total=total, unit="sweep", smoothing=0.05, mininterval=0.5) as bar:
-            try:
-                # The quickest first: an interrupted study has all families of some dimensions.
-                for dim in plan.dims:
-                    for family in plan.families:
-                        bar.set_postfix_str(f"{family}, D = {dim}")
-                        panels.append(equilibrium(family, dim, plan, args.seed, bar.update))
-                    bar.set_postfix_str(f"parallel dynamics, D = {dim}")
-                    panels.append(steady_state(dim, plan, args.seed, bar.update))
-            except KeyboardInterrupt:
-                interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
+        with (
+            tqdm(total=total, unit="sweep", smoothing=0.05, mininterval=0.5) as bar,
+            until_interrupted() as interruption,
+        ):
+            # The quickest first: an interrupted study has all families of some dimensions.
+            for dim in plan.dims:
+                for family in plan.families:
+                    bar.set_postfix_str(f"{family}, D = {dim}")
+                    panels.append(equilibrium(family, dim, plan, args.seed, bar.update))
+                bar.set_postfix_str(f"parallel dynamics, D = {dim}")
+                panels.append(steady_state(dim, plan, args.seed, bar.update))
+        content = {
             "num_spins": plan.num_spins,
             "coupling": list(plan.coupling),
             "field": list(plan.field),
@@ -705,21 +702,17 @@ class _Fidelity:
                 }
                 for dim in plan.dims
             },
-            "interrupted": interrupted,
             "seconds": time.perf_counter() - start,
             "panels": summarize(panels),
         }
-        write_json(args.out / "results.json", results)
-        if panels:
+
+        def show(results: dict[str, Any]) -> tuple[str, list[Path]]:
             write_maps(args.out / "maps.npz", panels)
             table = render(panels)
-            with replaced(args.out / "table.txt") as partial:
-                partial.write_text(table + "\n", encoding="utf-8")
-            print(table)
-            for path in draw(panels, plan.num_spins, args.out):
-                print(f"figure: {path}")
-        print(f"numbers: {args.out / 'results.json'} ({results['seconds']:.0f} s)")
-        return 130 if interrupted else 0
+            write_text(args.out / "table.txt", table)
+            return table, draw(panels, plan.num_spins, args.out)
+
+        return conclude(self.name, args, interruption, content, show if panels else None)
 
 
 def write_maps(path: Path, panels: Sequence[Panel]) -> None:

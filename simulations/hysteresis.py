@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
-from simulations.runs import write_json
+from simulations.results import conclude, until_interrupted
 from simulations.tables import align
 from spinformer.dynamics import KineticMeanField, ParallelDynamics, triangle_wave
 from spinformer.dynamics.steady_state import Transient
@@ -481,26 +482,20 @@ class _Hysteresis:
         plan = QUICK if args.quick else FULL
         if args.chains:
             plan = replace(plan, chains=args.chains)
-        results: dict[str, Any] = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
+        content: dict[str, Any] = {
             "amplitude": AMPLITUDE,
             "across": ACROSS,
-            "interrupted": False,
             **asdict(plan),
             "periods": list(plan.periods),
             "loops": [],
         }
-        try:
-            self._measure(results, plan, args.seed)
-        except KeyboardInterrupt:
-            results["interrupted"] = True
-        write_json(args.out / "results.json", results)
-        files = save({"hysteresis.png": draw(results)}, args.out)
-        print(render(results))
-        print(f"\nwrote {', '.join(str(f) for f in (args.out / 'results.json', *files))}")
-        return 130 if results["interrupted"] else 0
+        with until_interrupted() as interruption:
+            self._measure(content, plan, args.seed)
+
+        def show(results: dict[str, Any]) -> tuple[str, list[Path]]:
+            return render(results), save({"hysteresis.png": draw(results)}, args.out)
+
+        return conclude(self.name, args, interruption, content, show)
 
     def _measure(self, results: dict[str, Any], plan: Plan, seed: int) -> None:
         """Fill in the results, one by one."""

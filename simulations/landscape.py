@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import spinformer as sf
 from simulations.figures import blank, clean, save
-from simulations.runs import write_json
+from simulations.results import conclude, until_interrupted
 from simulations.tables import align
 from spinformer.solve.newton import minimize_in_cone
 from spinformer.solve.secular import minimize_shared
@@ -310,29 +310,16 @@ class _Landscape:
 
     def run(self, args: argparse.Namespace) -> int:
         points = 80 if args.quick else 300
-        args.out.mkdir(parents=True, exist_ok=True)
         curves: dict[str, list[dict[str, Any]]] = {}
         maps: list[dict[str, Any]] = []
-        interrupted = False
-        try:
+        with until_interrupted() as interruption:
             for title, cases in tqdm(CURVES.items(), desc="curves", unit="panel"):
                 curves[title] = [shared(beta, strength, points) for beta, strength in cases]
             for beta in tqdm(PAIR_BETAS, desc="maps", unit="panel"):
                 maps.append(sites(beta, points))
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "interrupted": interrupted,
-            "shared": curves,
-            "sites": maps,
-        }
-        write_json(args.out / "results.json", results)
-        if curves:
-            print(render(results))
-            print(f"\nwrote {args.out / 'results.json'} and {draw(results, args.out)}")
-        return 130 if interrupted else 0
+        content = {"shared": curves, "sites": maps}
+        show = (lambda results: (render(results), [draw(results, args.out)])) if curves else None
+        return conclude(self.name, args, interruption, content, show)
 
 
 STUDY = _Landscape()

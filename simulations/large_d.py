@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
-from tqdm import tqdm
 
 import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
-from simulations.runs import write_json
+from simulations.results import collect, conclude
 from simulations.tables import align
 
 SYSTEMS = {
@@ -326,32 +325,19 @@ class _LargeD:
     def run(self, args: argparse.Namespace) -> int:
         largest = args.largest or (64 if args.quick else 4096)
         dims = [2**k for k in range(largest.bit_length())]
-        args.out.mkdir(parents=True, exist_ok=True)
+        todo = [(name, dim) for name in SYSTEMS for dim in dims]
+        found, interruption = collect(todo, "system", lambda case: measure(*case))
         rows: dict[str, list[dict[str, Any]]] = {}
-        interrupted = False
-        try:
-            with tqdm(total=len(SYSTEMS) * len(dims), desc="systems", unit="system") as bar:
-                for name in SYSTEMS:
-                    for dim in dims:
-                        entry = measure(name, dim)
-                        rows.setdefault(name, []).append(entry)
-                        bar.update()
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "interrupted": interrupted,
+        for (name, _), entry in zip(todo, found, strict=False):  # fewer, if interrupted
+            rows.setdefault(name, []).append(entry)
+        content = {
             "dims": dims,
             "fitted": args.fitted,
             "systems": rows,
             "slopes": slopes(rows, args.fitted),
         }
-        write_json(args.out / "results.json", results)
-        if rows:
-            print(render(results))
-            print(f"\nwrote {args.out / 'results.json'} and {draw(results, args.out)}")
-        return 130 if interrupted else 0
+        show = (lambda results: (render(results), [draw(results, args.out)])) if rows else None
+        return conclude(self.name, args, interruption, content, show)
 
 
 STUDY = _LargeD()

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
-from simulations.runs import write_json
+from simulations.results import collect, conclude
 from simulations.tables import align
 from spinformer.sampling import HeatBath, ParallelTempering, SampledEquilibrium
 from spinformer.thermo.statistics import estimate
@@ -325,31 +325,24 @@ class _PhaseDiagram:
         coldest = 0.5 if args.quick else 0.25
         temperatures = torch.linspace(1.7, coldest, plan.temperatures, dtype=torch.float64)
         dims = (1, 3) if args.quick else DIMS
-        panels = [Panel(kind, dim) for kind in KINDS for dim in dims]
-        done: list[dict[str, Any]] = []
-        interrupted = False
-        try:
-            for panel in tqdm(panels, desc="panels", unit="panel"):
-                done.append(measure(panel, plan, temperatures, args.field, args.seed))
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
+        done, interruption = collect(
+            [Panel(kind, dim) for kind in KINDS for dim in dims],
+            "panel",
+            lambda panel: measure(panel, plan, temperatures, args.field, args.seed),
+        )
+        content = {
             "field": args.field,
-            "interrupted": interrupted,
             **asdict(plan),
             "temperature": temperatures.tolist(),
             "panels": done,
         }
-        write_json(args.out / "results.json", results)
-        if done:
+
+        def show(results: dict[str, Any]) -> tuple[str, list[Path]]:
             kinds = dict.fromkeys(panel["kind"] for panel in done)
-            files = save({f"{kind}.png": draw(results, kind) for kind in kinds}, args.out)
-            print(render(results))
-            print(f"\nwrote {', '.join(str(f) for f in (args.out / 'results.json', *files))}")
-        return 130 if interrupted else 0
+            figures = {f"{kind}.png": draw(results, kind) for kind in kinds}
+            return render(results), save(figures, args.out)
+
+        return conclude(self.name, args, interruption, content, show if done else None)
 
 
 STUDY = _PhaseDiagram()

@@ -21,19 +21,19 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 import spinformer as sf
 from simulations.approximations import APPROXIMATIONS, exact_law
 from simulations.figures import blank, clean, save
 from simulations.options import positive
-from simulations.runs import write_json
+from simulations.results import collect, conclude
 from simulations.tables import align
 from spinformer.dynamics import (
     ExactDynamics,
@@ -407,32 +407,17 @@ class _Relaxation:
         if args.chains:
             plan = replace(plan, chains=args.chains)
         todo = [(kind, dim, size) for dim, size in plan.cases for kind in KINDS]
-        done: list[dict[str, Any]] = []
-        interrupted = False
-        try:
-            for kind, dim, size in tqdm(todo, desc="systems", unit="system"):
-                done.append(measure(kind, dim, size, plan, args.seed))
-        except KeyboardInterrupt:
-            interrupted = True
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
-            "strength": STRENGTH,
-            "field": FIELD,
-            "interrupted": interrupted,
-            **asdict(plan),
-            "panels": done,
-        }
-        write_json(args.out / "results.json", results)
-        if done:
+        done, interruption = collect(todo, "system", lambda case: measure(*case, plan, args.seed))
+        content = {"strength": STRENGTH, "field": FIELD, **asdict(plan), "panels": done}
+
+        def show(results: dict[str, Any]) -> tuple[str, list[Path]]:
             groups: dict[str, list[dict[str, Any]]] = {}
             for panel in done:
                 groups.setdefault(f"d{panel['dim']}_n{panel['size']}.png", []).append(panel)
-            files = save({name: draw(panels) for name, panels in groups.items()}, args.out)
-            print(render(results))
-            print(f"\nwrote {', '.join(str(f) for f in (args.out / 'results.json', *files))}")
-        return 130 if interrupted else 0
+            figures = {name: draw(panels) for name, panels in groups.items()}
+            return render(results), save(figures, args.out)
+
+        return conclude(self.name, args, interruption, content, show if done else None)
 
 
 STUDY = _Relaxation()

@@ -51,7 +51,11 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON that is there as a whole or not at all; a number that is not finite is refused."""
-    text = json.dumps(content, indent=1, allow_nan=False)
+    write_text(path, json.dumps(content, indent=1, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write lines that are there as a whole or not at all."""
     with replaced(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
 

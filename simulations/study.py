@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
 from typing import Protocol
 
 from spinformer.errors import nearest
@@ -24,6 +25,22 @@ class Study(Protocol):
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it, write to ``args.out``, and return the exit status (0 success, 130 interrupted)."""
+
+
+def parser_of(study: Study, prog: str | None = None) -> argparse.ArgumentParser:
+    """The options of a study, its own and those that every one has."""
+    parser = argparse.ArgumentParser(prog=prog, description=study.description)
+    parser.add_argument("--quick", action="store_true", help="a minute on two cores")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed (default 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results") / study.name,
+        metavar="DIR",
+        help="where results go (default: %(default)s)",
+    )
+    study.add_arguments(parser)
+    return parser
 
 
 # By module name, so that one study's needs (figures, data) are not loaded for another, nor in the

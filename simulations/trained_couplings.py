@@ -51,7 +51,8 @@ from simulations.maps import (
 )
 from simulations.models import Batch, Classifier, Shape, Size
 from simulations.options import add_digits, add_jobs, add_texts, positive
-from simulations.runs import replaced, write_json
+from simulations.results import conclude, until_interrupted
+from simulations.runs import replaced, write_text
 from simulations.tables import align
 from simulations.training import Budget, Job, make_batch
 from spinformer.dynamics.kinetic import KineticTAP
@@ -728,46 +729,38 @@ class _TrainedCouplings:
 
         measured: list[tuple[Job, int, bool, dict[str, Any]]] = []
         panels: list[fidelity.Panel] = []
-        interrupted = False
-        with tqdm(total=self._sweeps(models, plan), unit="sweep", mininterval=0.5) as bar:
-            try:
-                for task, block in kinds:
-                    bar.set_postfix_str(f"{task}, {block}")
-                    own = [(j, p) for j, p in models if (j.task, j.block) == (task, block)]
-                    batch = _inputs(datasets[task], plan.inputs, args.seed)
-                    layers = list(_layers(own, datasets[task], batch))
-                    found = measure([layer for *_, layer in layers], plan, args.seed, bar.update)
-                    measured += [
-                        (job, number, trained, entry)
-                        for (job, number, trained, _), entry in zip(layers, found, strict=True)
-                    ]
-                bar.set_postfix_str("maps of random couplings")
-                panels = _panels(measured, plan, args.seed, bar.update)
-            except KeyboardInterrupt:
-                interrupted = True
+        with (
+            tqdm(total=self._sweeps(models, plan), unit="sweep", mininterval=0.5) as bar,
+            until_interrupted() as interruption,
+        ):
+            for task, block in kinds:
+                bar.set_postfix_str(f"{task}, {block}")
+                own = [(j, p) for j, p in models if (j.task, j.block) == (task, block)]
+                batch = _inputs(datasets[task], plan.inputs, args.seed)
+                layers = list(_layers(own, datasets[task], batch))
+                found = measure([layer for *_, layer in layers], plan, args.seed, bar.update)
+                measured += [
+                    (job, number, trained, entry)
+                    for (job, number, trained, _), entry in zip(layers, found, strict=True)
+                ]
+            bar.set_postfix_str("maps of random couplings")
+            panels = _panels(measured, plan, args.seed, bar.update)
         rows = gather(measured)
-        results = {
-            "study": self.name,
-            "versions": {"spinformer": sf.__version__, "torch": torch.__version__},
-            "seed": args.seed,
+        content = {
             "inputs": plan.inputs,
             "sampling": {"equilibrium": asdict(plan.equilibrium), "steady": asdict(plan.steady)},
             "models": [{"name": path.stem, "job": job.settings()} for job, path in models],
-            "interrupted": interrupted,
             "seconds": time.perf_counter() - start,
             "rows": summarize(rows),
         }
-        write_json(args.out / "results.json", results)
-        if rows:
+
+        def show(results: dict[str, Any]) -> tuple[str, list[Path]]:
             _write_points(args.out / "points.npz", rows, panels)
             table = render(rows)
-            with replaced(args.out / "table.txt") as partial:
-                partial.write_text(table + "\n", encoding="utf-8")
-            print(table)
-            for path in draw(rows, panels, args.out):
-                print(f"figure: {path}")
-        print(f"numbers: {args.out / 'results.json'} ({results['seconds']:.0f} s)")
-        return 130 if interrupted else 0
+            write_text(args.out / "table.txt", table)
+            return table, draw(rows, panels, args.out)
+
+        return conclude(self.name, args, interruption, content, show if rows else None)
 
     def _models(self, args: argparse.Namespace) -> list[tuple[Job, Path]]:
         """Those that are there; with ``--quick``, small ones of its own."""

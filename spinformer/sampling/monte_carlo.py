@@ -37,8 +37,8 @@ Seed = int | Sequence[int] | Tensor | torch.Generator
 
 # Series shorter than this have no drift to look for.
 _FEWEST_MEASUREMENTS = 16
-# Unless told otherwise, means given the neighbours are measured up to so many sites, all pairs up to
-# so many, and all pairs of components up to so many of those: beyond, they cost more than the sweep.
+# Unless told otherwise, means given the neighbours are measured up to so many sites, all pairs up
+# to so many, and all pairs of components up to so many of those: more would cost more than sweeps.
 _SMALL_SITES, _SMALL_PAIRS, _SMALL_COMPONENTS = 512, 128, 64
 # Configurations kept for gradients: their error is that of the run times sqrt(T / kept).
 _KEPT_FOR_GRADIENTS = 1000

@@ -496,11 +496,9 @@ class SampledEquilibrium(Equilibrium):
                     "pass momenta (Q, P) and positions (N, P)"
                 )
             shape = lattice.shape
-            axes = [1] * len(shape)
             if "structure" in self.record.means:
-                return (
-                    "structure",
-                ), lambda waves: waves * _before(n / share, share.ndim + len(shape))
+                factor = _before(n / share, share.ndim + len(shape))
+                return ("structure",), lambda waves: waves * factor
             last = tuple(range(-len(shape), 0))
 
             def transform(pair: Tensor) -> Tensor:
@@ -508,8 +506,8 @@ class SampledEquilibrium(Equilibrium):
                 once = torch.fft.fftn(pair.mT.unflatten(-1, shape), dim=last).flatten(-len(shape))
                 waves = torch.fft.ifftn(once.mT.unflatten(-1, shape), dim=last)
                 own = waves.flatten(-len(shape)).diagonal(dim1=-2, dim2=-1).real
-                factor: Tensor = own * (n / share)[..., None]
-                return factor.reshape(*factor.shape[:-1], *shape)
+                structure: Tensor = (own * (n / share)[..., None]).unflatten(-1, shape)
+                return structure
 
             self._measured("pair", "pass MonteCarlo(structure_factor=True)")
             return ("pair",), transform

@@ -46,7 +46,7 @@ def law(dim: int) -> sf.SiteLaw:
 
 
 def sample(system: sf.SpinSystem, **options: Any) -> SampledEquilibrium:
-    options = {"chains": 128, "sweeps": 250, "warmup": 100, "seed": 1} | options
+    options = {"chains": 192, "sweeps": 150, "warmup": 50, "seed": 1} | options
     options.setdefault("correlations", False)
     equilibrium = sf.MonteCarlo(**options).solve(system)
     assert bool(equilibrium.converged.all()), equilibrium.diagnostics
@@ -72,10 +72,12 @@ def column(found: list[Record], *path: str) -> Tensor:
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 64])
 def test_single_spins(dim: int) -> None:
+    # Of Ising spins down with a chance of exp(-2 kappa), as many as the errors need must be seen.
+    largest = 4 if dim == 1 else 100
     found = [
         r
         for r in records("special.json", "single_spin", D=dim)
-        if r["params"]["R"] == 1 and 0.05 < r["params"]["kappa"] < 100
+        if r["params"]["R"] == 1 and 0.05 < r["params"]["kappa"] < largest
     ]
     field = torch.zeros(len(found), 1, dim, dtype=F64)
     field[:, 0, 0] = column(found, "params", "kappa")
@@ -151,14 +153,15 @@ def test_enumerated_ising_spins(size: int) -> None:
     in_field = [r["params"]["h_formula"] == "h_i=1*0.5*sin(i)" for r in found]
     field = torch.tensor(in_field, dtype=F64)[:, None, None] * (0.5 * torch.sin(i))[:, None]
     system = sf.SpinSystem(couplings, field, column(found, "params", "beta"), sf.Ising())
-    equilibrium = sample(system, correlations="components", sweeps=500)
+    equilibrium = sample(system, correlations="components", sweeps=300)
     check(z_score(equilibrium, "internal_energy", column(found, "value", "U")))
     check(z_score(equilibrium, "specific_heat", column(found, "value", "C_v")))
     check(z_score(equilibrium, "magnetization", column(found, "value", "m")[..., None]))
     off = ~torch.eye(size, dtype=torch.bool)
     check(z_score(equilibrium, "correlations", column(found, "value", "corr"))[:, off])
-    chi = column(found, "value", "chi").reshape(-1, size, 1, size, 1)
-    check(z_score(equilibrium, "susceptibility", chi))
+    if "chi" in found[0]["value"]:
+        chi = column(found, "value", "chi").reshape(-1, size, 1, size, 1)
+        check(z_score(equilibrium, "susceptibility", chi))
 
 
 @pytest.mark.parametrize("dim", [2, 3, 8, 64])
@@ -194,10 +197,11 @@ def test_curie_weiss_of_finite_size(dim: int) -> None:
     field = torch.zeros(len(found), size, dim, dtype=F64)
     field[..., -1] = column(found, "params", "beta_h")[:, None]
     couplings = sf.couplings.curie_weiss(size, strength=column(found, "params", "betaJ0"))
-    # Below ordering single spins turn the whole moment slowly, a cluster does so at once.
-    equilibrium = sample(
-        sf.SpinSystem(couplings, field, 1.0, law(dim)), moves=[HeatBath(), SwendsenWang()]
-    )
+    # Below ordering single spins turn the whole moment slowly, a cluster does so at once, but spins
+    # of several components across it slowly. Where all are coupled to all it looks at N^2 bonds, so
+    # that few chains have to do.
+    moves = SwendsenWang() if dim == 1 else [HeatBath(), SwendsenWang()]
+    equilibrium = sample(sf.SpinSystem(couplings, field, 1.0, law(dim)), moves=moves, chains=24)
     check(z_score(equilibrium, "internal_energy", column(found, "value", "beta_U")))
     square = estimate(equilibrium.series["moment"].square().sum(-1) / size**2)
     check(square.z_score(column(found, "value", "M2_over_N2")))
@@ -248,7 +252,7 @@ def test_square_ising_lattices(size: int) -> None:
     n = size**2
     couplings = sf.couplings.square(size, strength=column(found, "params", "K"))
     system = sf.SpinSystem(couplings, torch.zeros(n, 1, dtype=F64), 1.0, sf.Ising())
-    equilibrium = sample(system, moves=SwendsenWang(), chains=16, sweeps=500)
+    equilibrium = sample(system, moves=SwendsenWang(), chains=16, sweeps=300)
     # Their energies are in units of J: ours, with beta = 1, in units of temperature.
     energy = n * column(found, "params", "K") * column(found, "value", "u")
     check(z_score(equilibrium, "internal_energy", energy))

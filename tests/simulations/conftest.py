@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from simulations.compare import QUICK_PLANS, Compare, Plan
 from simulations.models import Shape, Size
+from simulations.study import parser_of
 from simulations.training import Budget
 
 GOOD = ("fine", "warm", "clever", "moving")
@@ -72,14 +72,9 @@ def compare(files: dict[str, Path], tiny_plans: None) -> Callable[..., int]:
     study = Compare()
 
     def run(out: Path, *words: str) -> int:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--out", type=Path)
-        study.add_arguments(parser)
         own = [part for name, path in files.items() for part in (f"--{name}", str(path))]
         words = ("--quick", "--jobs", "0", "--out", str(out), *own, *words)
-        return study.run(parser.parse_args(words))
+        return study.run(parser_of(study).parse_args(words))
 
     return run
 

@@ -1,6 +1,5 @@
 """The study of errors: what it prints is what a direct calculation gives."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,15 +9,12 @@ import torch
 import simulations.accuracy as study
 import spinformer as sf
 from simulations import approximations
+from simulations.study import parser_of
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 def test_errors_fall_as_the_order_of_each_approximation() -> None:

@@ -1,6 +1,5 @@
 """The sweep over beta: it shows thermodynamics, and points whose error bars mean something."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,15 +9,12 @@ import torch
 
 import simulations.beta_sweep as study
 import spinformer as sf
+from simulations.study import parser_of
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +98,17 @@ def test_the_command(
 def test_an_interrupt_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: object) -> dict:
-        raise KeyboardInterrupt
+    measure = study.measure
 
-    monkeypatch.setattr(study, "sample", stop)
-    monkeypatch.setattr(study, "FAMILIES", (study.Family("ring", 1),))
+    def once(family: study.Family, *rest: object) -> dict:
+        if family.dim == 3:
+            raise KeyboardInterrupt
+        return measure(family, *rest)
+
+    monkeypatch.setattr(study, "measure", once)
+    monkeypatch.setattr(study, "FAMILIES", (study.Family("ring", 1), study.Family("ring", 3)))
     assert run(tmp_path) == 130
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["interrupted"]
-    assert results["columns"][0]["monte_carlo"] is None
+    assert [column["dim"] for column in results["columns"]] == [1]
     assert (tmp_path / "beta_sweep.png").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from simulations import boltzmann
 from simulations.boltzmann import Boltzmann, Enumerated, Plan, area_under_curve, planted
+from simulations.study import parser_of
 from spinformer import Exact, Ising, SpinSystem
 
 
@@ -62,10 +62,7 @@ def test_study_from_end_to_end(
     )
     monkeypatch.setattr(boltzmann, "_QUICK", plan)
     study = Boltzmann()
-    parser = argparse.ArgumentParser()
-    study.add_arguments(parser)
-    args = parser.parse_args([])
-    args.quick, args.seed, args.out = True, 3, tmp_path
+    args = parser_of(study).parse_args(["--quick", "--seed", "3", "--out", str(tmp_path)])
     threads = torch.get_num_threads()
     assert study.run(args) == 0
     assert torch.get_num_threads() == threads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from simulations import class_token, data
 from simulations.class_token import SITES, ClassToken, ClassTokenClassifier, Run
 from simulations.data import DataError, load_fashion, read_idx
 from simulations.models import count_parameters
+from simulations.study import parser_of
 from simulations.training import Budget
 
 
@@ -167,14 +167,9 @@ def study(
     monkeypatch.setattr(class_token, "QUICK_BUDGET", budget)
 
     def run(out: Path, *words: str) -> int:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--out", type=Path)
-        ClassToken().add_arguments(parser)
         own = ("--digits", str(files["digits"]), "--fashion", str(fashion))
         words = ("--quick", "--out", str(out), "--jobs", "0", *own, *words)
-        return ClassToken().run(parser.parse_args(words))
+        return ClassToken().run(parser_of(ClassToken()).parse_args(words))
 
     return run
 

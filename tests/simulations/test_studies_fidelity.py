@@ -1,6 +1,5 @@
 """The study of fidelity: its truth is the truth, and its errors are unbiased by the noise of it."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -15,18 +14,15 @@ import simulations.fidelity as study
 import spinformer as sf
 from simulations import maps
 from simulations.maps import Averages, Errors, Sampling
+from simulations.study import parser_of
 from spinformer.dynamics.exact_chain import ExactDynamics
 
 F64 = torch.float64
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -1,6 +1,5 @@
 """The study of hysteresis: areas and coercive fields against closed forms."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,18 +9,15 @@ import pytest
 import torch
 
 import simulations.hysteresis as study
+from simulations.study import parser_of
 from spinformer.dynamics import ParallelDynamics
 
 TINY = study.Plan(8, 4, (8, 16, 32), 2, 8)
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 @pytest.mark.parametrize("temperature", [0.2, 0.6, 0.95])

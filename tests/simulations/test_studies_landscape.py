@@ -1,6 +1,5 @@
 """The function that steepest descent minimizes, and the path to its minimum."""
 
-import argparse
 import itertools
 import json
 import math
@@ -11,15 +10,12 @@ import torch
 
 import simulations.landscape as study
 import spinformer as sf
+from simulations.study import parser_of
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 @pytest.mark.parametrize("dim", [1, 5])

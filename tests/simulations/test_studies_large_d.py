@@ -1,6 +1,5 @@
 """Errors against D: the numbers are those of closed forms, and the powers those of theory."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -10,17 +9,14 @@ import torch
 
 import simulations.large_d as study
 import spinformer as sf
+from simulations.study import parser_of
 
 DATA = Path(__file__).parents[1] / "data" / "steepest_descent.json"
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 def records(name: str, **params: float) -> list[dict]:

@@ -1,6 +1,5 @@
 """The study of relaxation: rates, errors and entropies against what is known otherwise."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -11,18 +10,15 @@ import torch
 
 import simulations.relaxation as study
 import spinformer as sf
+from simulations.study import parser_of
 from spinformer.dynamics import ExactDynamics, KineticTAP
 
 TINY = study.Plan(((1, 5),), 100, 10, 32, 100)
 
 
 def run(out: Path, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.STUDY.add_arguments(parser)
-    return study.STUDY.run(parser.parse_args(["--quick", "--out", str(out), *words]))
+    words = ("--quick", "--out", str(out), *words)
+    return study.STUDY.run(parser_of(study.STUDY).parse_args(words))
 
 
 @pytest.mark.parametrize("kind", study.KINDS)

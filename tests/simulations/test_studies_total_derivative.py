@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from simulations.study import parser_of
 from simulations.total_derivative import (
     DERIVATIVES,
     LABELS,
@@ -27,12 +27,8 @@ TINY = Grid(8, 2, 5, 2, 1, (0.2, 0.8), (0.2, 0.8), 2)
 
 def run(out: Path, *words: str) -> int:
     study = TotalDerivative()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    study.add_arguments(parser)
-    return study.run(parser.parse_args(["--quick", "--jobs", "0", "--out", str(out), *words]))
+    words = ("--quick", "--jobs", "0", "--out", str(out), *words)
+    return study.run(parser_of(study).parse_args(words))
 
 
 def test_from_data_to_figures(

@@ -16,6 +16,7 @@ import simulations.trained_couplings as study
 import spinformer as sf
 from simulations import fidelity
 from simulations.maps import Sampling
+from simulations.study import parser_of
 from simulations.training import Job
 from spinformer.spins.couplings import Dense
 
@@ -42,13 +43,8 @@ def trained(files: dict[str, Path]) -> Callable[..., argparse.Namespace]:
     """Options of the study on the small files."""
 
     def options(out: Path, *words: str) -> argparse.Namespace:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--quick", action="store_true")
-        parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--out", type=Path)
-        study.STUDY.add_arguments(parser)
         own = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-        return parser.parse_args(["--jobs", "0", "--out", str(out), *own, *words])
+        return parser_of(study.STUDY).parse_args(["--jobs", "0", "--out", str(out), *own, *words])
 
     return options
 

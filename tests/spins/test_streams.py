@@ -182,6 +182,8 @@ def test_errors() -> None:
         Streams(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"seed=0\.5"):
         Streams.from_seed(0.5, (2,))
+    with pytest.raises(TypeError, match="seed=None"):
+        Streams.from_seed(None, (2,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed=True"):
         Streams.from_seed(True, (2,))
     with pytest.raises(ValueError, match=r"seed has shape \(3,\).*\(2,\)"):

@@ -290,6 +290,22 @@ def test_the_jackknife_removes_the_bias_of_a_square_exactly() -> None:
     torch.testing.assert_close(linear.error, bins.std(0) / math.sqrt(n))
 
 
+def test_the_jackknife_knows_the_noise_of_a_square_without_slope() -> None:
+    """The squared mean of n normal numbers of mean zero is 1/n times chi-square, of variance 2."""
+    n, runs = 64, 2000
+    bins = torch.randn(n, runs, dtype=torch.float64)
+    found = jackknife(torch.square, bins)
+    z = found.value / found.error
+    # The slope alone would see |2 x| / sqrt(n), next to nothing in one run of ten. With x in units
+    # of its error, z = (x^2 - 1) / sqrt(4 x^2 + 2) -> -1 / sqrt(2) at x = 0, and x / 2 far out.
+    assert float(z.min()) > -0.8
+    assert float(z.max()) < 2.5
+    # E[4 x^2 + 2] = 6 for a variance of 2: cautious by sqrt(3) where nothing is seen.
+    ratio = found.error.square().mean() * n**2
+    # 4 sqrt(Var(4 x^2) / runs) = 4 sqrt(32 / 2000), and O(1/n) of estimated variances.
+    assert abs(float(ratio) - 6) < 0.51 + 6 * 4 / n
+
+
 @pytest.mark.stochastic
 def test_the_jackknife_of_a_ratio_with_correlated_parts() -> None:
     """<x y> / <y^2> of correlated normal numbers, whose value is their regression coefficient."""
