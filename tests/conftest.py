@@ -1,11 +1,17 @@
 """What every test shares: draws that do not depend on the order of tests, figures off screen."""
 
+import os
+
 import hypothesis
 import matplotlib
 import pytest
 import torch
 
 matplotlib.use("Agg")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests fill the cores by their number: threads of one would wait for those of another.
+    torch.set_num_threads(1)
 
 # Derandomized: a failure is the doing of a change, not of the day. No deadline: the first call of
 # an operator pays for its set-up, which says nothing about the property under test.

@@ -49,7 +49,7 @@ from spinformer.errors import (
     strict_options,
 )
 from spinformer.sampling.progress import Progress, deferred_interrupt, reporting
-from spinformer.spins.site import Sphere
+from spinformer.spins.site import Sphere, to_sphere
 from spinformer.spins.streams import Streams
 from spinformer.spins.system import SpinSystem
 
@@ -60,8 +60,6 @@ Method = Literal["midpoint", "spherical"]
 # Default tolerance of the implicit equation, in units of the rounding error of one number: below
 # it the iterates of a large force wander.
 _TOLERANCE = 64.0
-# How far the length of a given spin may be from R, relative.
-_LENGTH = 1e-3
 
 
 @dataclass(frozen=True)
@@ -248,34 +246,7 @@ class LandauLifshitz:
         for name, value in (("steps", steps), ("every", every)):
             if not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be an integer >= 1")
-        if not isinstance(initial, Tensor):
-            raise TypeError(f"initial must be a tensor of spins, not {initial!r}")
-        if initial.dtype != system.field.dtype:
-            raise TypeError(
-                f"initial is {initial.dtype}, the system {system.field.dtype}: convert it, for "
-                f"example initial.to({system.field.dtype})"
-            )
-        try:
-            shape = torch.broadcast_shapes(initial.shape, system.field.shape)
-        except RuntimeError as error:
-            raise ValueError(
-                f"initial has shape {tuple(initial.shape)}: it must be (..., N, 3) and broadcast "
-                f"against {tuple(system.field.shape)}"
-            ) from error
-        spins = initial.detach().expand(shape).clone()
-        length = spins.norm(dim=-1)
-        wrong = ~((length / site.radius - 1).abs() <= _LENGTH)
-        if system.mask is not None:
-            wrong = wrong & ~system.mask
-        if bool(wrong.any()):
-            index = tuple(wrong.nonzero()[0].tolist())
-            raise ValueError(
-                f"initial{list(index)} has length {float(length[index]):.6g}: spins of {site!r} "
-                f"have length {site.radius:g}; scale them"
-            )
-        if system.mask is not None:
-            spins = spins.masked_fill(system.mask[..., None], 0.0)
-        return _scaled(spins, site.radius)
+        return system.starting_spins(initial)
 
     def _report(self, missed: Tensor, error: Tensor, number: int, step: float) -> None:
         worst = float(error[missed].max())
@@ -328,7 +299,7 @@ class _Stepper:
             count += going
             going &= (residual > self.tolerance) & (count < self.max_iterations)
         # Lengths are right to rounding, which must not add up over many steps.
-        return _scaled(2 * middle - spins, self.radius), residual, count
+        return to_sphere(2 * middle - spins, self.radius), residual, count
 
     def _middle(self, spins: Tensor, middle: Tensor, noise: Tensor | None) -> Tensor:
         r"""The midpoint of a turn about the axis that an earlier midpoint gives.
@@ -351,9 +322,3 @@ class _Stepper:
         along = (a * spins).sum(-1, keepdim=True)
         solved: Tensor = spins - torch.linalg.cross(spins, a) + along * a
         return solved / (1 + a.square().sum(-1, keepdim=True))
-
-
-def _scaled(spins: Tensor, radius: float) -> Tensor:
-    """Spins of exactly that length; absent ones stay zero."""
-    length = spins.norm(dim=-1, keepdim=True)
-    return spins * (radius / torch.where(length == 0, radius, length))

@@ -32,6 +32,7 @@ from spinformer.sampling.schedule import schedule
 from spinformer.sampling.tempering import listed
 from spinformer.solve.solution import Solution
 from spinformer.spins.couplings.checks import check_count
+from spinformer.spins.site import to_sphere
 from spinformer.spins.system import SpinSystem
 
 __all__ = ["AnnealingResult", "SimulatedAnnealing", "quench"]
@@ -442,9 +443,7 @@ def _turn(chains: Chains, tolerance: float, max_iterations: int) -> Tensor:
         trial, trial_force = spins, force
         for _ in range(_HALVINGS):
             angle = rate * wide(step)
-            moved = spins * angle.cos() + circle * angle.sin()
-            length = moved.norm(dim=-1, keepdim=True)
-            moved = moved * torch.where(length > 0, radius / length, 0.0)
+            moved = to_sphere(spins * angle.cos() + circle * angle.sin(), radius)
             moved_force = system.force(moved)
             down = energy(moved, moved_force) <= now - 1e-4 * step * slope + slack
             taken = wide(waiting & down)

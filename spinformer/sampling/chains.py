@@ -61,7 +61,7 @@ class Chains:
         shape = (chains, *system.batch_shape, system.num_spins, system.dim)
         streams = Streams.from_seed(seed, shape[:-2], system.field.device)
         if isinstance(initial, Tensor):
-            spins = _checked(initial, system, shape)
+            spins = system.starting_spins(initial, shape[:-2])
         elif initial == "random":
             free = torch.zeros(shape, dtype=system.field.dtype, device=system.field.device)
             spins = system.site.sample(free, streams)
@@ -132,33 +132,3 @@ class Kernel(abc.ABC):
 
     def restore(self, state: dict[str, Tensor]) -> None:  # noqa: B027
         """Take up what :meth:`state` gave."""
-
-
-def _checked(initial: Tensor, system: SpinSystem, shape: Sequence[int]) -> Tensor:
-    """Spins given by a user, in the shape of all chains and of the exact length."""
-    if initial.dtype != system.field.dtype:
-        raise TypeError(
-            f"initial is {initial.dtype}, the system {system.field.dtype}: convert it, for example "
-            f"initial.to({system.field.dtype})"
-        )
-    try:
-        spins = initial.detach().expand(*shape).clone()
-    except RuntimeError as error:
-        raise ValueError(
-            f"initial has shape {tuple(initial.shape)}: it must broadcast to the spins of all "
-            f"chains, {tuple(shape)}"
-        ) from error
-    radius = system.site.radius
-    if radius is None:
-        return spins
-    length = spins.norm(dim=-1)
-    wrong = (length / radius - 1).abs() > 1e-3
-    if system.mask is not None:
-        wrong = wrong & ~system.mask
-    if bool(wrong.any()):
-        index = tuple(wrong.nonzero()[0].tolist())
-        raise ValueError(
-            f"initial{list(index)} has length {float(length[index]):.6g}: spins of {system.site!r} "
-            f"have length {radius:g}; scale them"
-        )
-    return spins * (radius / torch.where(length > 0, length, radius))[..., None]

@@ -51,7 +51,7 @@ from spinformer.errors import check_choice, strict_options
 from spinformer.sampling.chains import Chains, Kernel, Move
 from spinformer.spins.couplings import Couplings, CurieWeiss, Dense, Lattice, Masked
 from spinformer.spins.couplings.checks import check_count
-from spinformer.spins.site import Gaussian
+from spinformer.spins.site import Gaussian, to_sphere
 from spinformer.spins.streams import Streams
 from spinformer.spins.system import SpinSystem
 
@@ -304,10 +304,8 @@ class _Kernel(Kernel):
             shift = torch.where(turned, -2 * along, 0.0)
             reflected = spins + shift[..., None] * direction[:, None, :]
             # Rounding errors of the length would add up over a run. Absent spins stay zero.
-            length = reflected.norm(dim=-1, keepdim=True)
-            radius = system.site.radius
-            assert radius is not None
-            spins.copy_(reflected * (radius / torch.where(length > 0, length, radius)))
+            assert system.site.radius is not None
+            spins.copy_(to_sphere(reflected, system.site.radius))
 
         sites = self._sites[rows].cpu().clamp(min=1)
         if self._present is not None:

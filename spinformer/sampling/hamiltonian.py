@@ -29,7 +29,7 @@ from torch import Tensor
 
 from spinformer.errors import strict_options
 from spinformer.sampling.chains import Chains, Kernel, Move
-from spinformer.spins.site import Gaussian, Ising
+from spinformer.spins.site import Gaussian, Ising, to_sphere
 from spinformer.spins.system import SpinSystem
 
 __all__ = ["Hamiltonian", "leapfrog"]
@@ -130,7 +130,7 @@ def leapfrog(
             # sin(angle) / speed, which has a limit for a spin at rest
             arc = step * torch.sinc(angle / math.pi)
             cosine = torch.cos(angle)
-            moved = _of_length(spins * cosine + scale * arc * turned, radius)
+            moved = to_sphere(spins * cosine + scale * arc * turned, radius)
             turned = turned * cosine - spins * (arc * speed**2 / scale)
         else:
             cosine, sine = torch.cos(step), torch.sin(step)
@@ -279,9 +279,3 @@ def _kicked(
     if radius is None:
         return velocity + kick * force
     return _tangent(velocity + kick * force, spins, radius)
-
-
-def _of_length(spins: Tensor, radius: float) -> Tensor:
-    """Spins put back on the sphere, from which they are off by rounding; absent ones stay zero."""
-    length = spins.norm(dim=-1, keepdim=True)
-    return spins * (radius / torch.where(length > 0, length, radius))

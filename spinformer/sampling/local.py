@@ -19,7 +19,7 @@ from spinformer.errors import nearest, strict_options
 from spinformer.sampling.chains import Chains, Kernel, Move
 from spinformer.sampling.checkerboard import IsingCheckerboard, fits
 from spinformer.sampling.schedule import schedule
-from spinformer.spins.site import Gaussian, Ising, Noise
+from spinformer.spins.site import Gaussian, Ising, Noise, to_sphere
 from spinformer.spins.streams import Streams
 
 __all__ = ["HeatBath", "Metropolis", "OverRelaxation"]
@@ -167,9 +167,8 @@ class _OverRelaxation(_Local):
         super().sweep(count)
         # A reflection keeps lengths to rounding only, and every one adds to the last.
         spins = self.chains.spins
-        length = torch.linalg.vecdot(spins, spins).sqrt_()[..., None]
         assert self._site.radius is not None
-        spins.mul_(torch.where(length == 0, 0.0, self._site.radius / length))
+        spins.copy_(to_sphere(spins, self._site.radius))
 
     def _update(self, spins: Tensor, force: Tensor) -> Tensor:
         square = torch.linalg.vecdot(force, force)

@@ -365,6 +365,12 @@ class Gaussian(SiteLaw):
         return self.variance * b + math.sqrt(self.variance) * noise[0]
 
 
+def to_sphere(vectors: Tensor, radius: float) -> Tensor:
+    """Vectors (..., D) scaled to length R; a zero vector, as of an absent site, stays zero."""
+    length = vectors.norm(dim=-1, keepdim=True)
+    return vectors * (radius / torch.where(length > 0, length, radius))
+
+
 def _sphere(dim: int, radius: Radius) -> tuple[int, float]:
     """The dimension and the length of a sphere's spins, checked."""
     if not isinstance(dim, int) or dim < 2:

@@ -8,6 +8,7 @@ This is the only place where the energy and the force are written down.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from spinformer.errors import strict_options
 from spinformer.spins.couplings import Couplings, Dense, MatrixValued
-from spinformer.spins.site import SiteLaw
+from spinformer.spins.site import SiteLaw, to_sphere
 
 __all__ = ["SpinSystem"]
 
@@ -172,6 +173,53 @@ class SpinSystem:
         spins = self._spins(spins)
         pairs = (spins * self.couplings.apply(spins)).sum((-2, -1))
         return -pairs / 2 - (self.field * spins).sum((-2, -1))
+
+    def starting_spins(self, initial: Tensor, leading: Sequence[int] | None = None) -> Tensor:
+        """A configuration that a user gives to start from, checked: a copy, (*leading, N, D).
+
+        Spins are put exactly on their sphere, absent ones at zero.
+
+        Args:
+            initial: spins, broadcastable to the answer.
+            leading: leading axes of the answer. None: those of ``initial`` and the system.
+
+        Raises:
+            TypeError: not a tensor of the system's dtype.
+            ValueError: a shape that does not broadcast, or spins that are not finite or off the
+                site's length by more than 1e-3 of it.
+        """
+        if not isinstance(initial, Tensor):
+            raise TypeError(f"initial must be a tensor of spins, not {initial!r}")
+        if initial.dtype != self.field.dtype:
+            raise TypeError(
+                f"initial is {initial.dtype}, the system {self.field.dtype}: convert it, for "
+                f"example initial.to({self.field.dtype})"
+            )
+        spin = self.field.shape[-2:]
+        wanted = (*leading, *spin) if leading is not None else self.field.shape
+        try:
+            shape = wanted if leading is not None else torch.broadcast_shapes(initial.shape, wanted)
+            spins = initial.detach().expand(shape).clone()
+        except RuntimeError as error:
+            raise ValueError(
+                f"initial has shape {tuple(initial.shape)}: it must broadcast to spins of shape "
+                f"{tuple(wanted)}"
+            ) from error
+        if self.mask is not None:
+            spins = spins.masked_fill(self.mask[..., None], 0.0)
+        radius = self.site.radius
+        length = spins.norm(dim=-1)
+        wrong = ~length.isfinite() if radius is None else ~((length / radius - 1).abs() <= 1e-3)
+        if self.mask is not None:
+            wrong = wrong & ~self.mask
+        if bool(wrong.any()):
+            index = tuple(wrong.nonzero()[0].tolist())
+            wants = "must be finite" if radius is None else f"have length {radius:g}; scale them"
+            raise ValueError(
+                f"initial{list(index)} has length {float(length[index]):.6g}: spins of "
+                f"{self.site!r} {wants}"
+            )
+        return spins if radius is None else to_sphere(spins, radius)
 
     def _spins(self, spins: Tensor) -> Tensor:
         if spins.shape[-2:] != self.field.shape[-2:]:

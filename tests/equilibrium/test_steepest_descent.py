@@ -226,7 +226,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "solve", "params"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("name", "solve", "params"), CASES, ids=[name for name, *_ in CASES])
 def test_error_falls_as_one_power_of_d_and_with_fluctuations_as_two(name, solve, params):
     """Ratios of successive errors tend to 2 and 4; the fields' cosines change with D, which moves
     them by 15 %, and the next order is 1/D = 1/16 of the leading one."""
