@@ -66,7 +66,7 @@ class Plan:
 
 
 QUICK = Plan({"curie_weiss": 32, "glass": 24, "square": 6, "cubic": 4}, 2, 6, 4, 400)
-FULL = Plan({"curie_weiss": 64, "glass": 64, "square": 16, "cubic": 6}, 4, 14, 8, 2500)
+FULL = Plan({"curie_weiss": 64, "glass": 64, "square": 16, "cubic": 6}, 2, 14, 8, 2000)
 
 
 @dataclass(frozen=True)
@@ -309,11 +309,19 @@ class _PhaseDiagram:
             help="field, in units of the neighbours' largest force (default: %(default)s)",
         )
         parser.add_argument(
+            "--systems",
+            nargs="+",
+            choices=KINDS,
+            default=list(KINDS),
+            metavar="KIND",
+            help=f"some of {', '.join(KINDS)} (default: all)",
+        )
+        parser.add_argument(
             "--sweeps",
             type=positive,
             metavar="N",
             help="of a chain of a lattice; a quarter of them, in four times as many chains, where "
-            "all spins are coupled (default 2500, quick 400)",
+            "all spins are coupled (default 2000, quick 400)",
         )
 
     def run(self, args: argparse.Namespace) -> int:
@@ -326,7 +334,7 @@ class _PhaseDiagram:
         temperatures = torch.linspace(1.7, coldest, plan.temperatures, dtype=torch.float64)
         dims = (1, 3) if args.quick else DIMS
         done, interruption = collect(
-            [Panel(kind, dim) for kind in KINDS for dim in dims],
+            [Panel(kind, dim) for kind in args.systems for dim in dims],
             "panel",
             lambda panel: measure(panel, plan, temperatures, args.field, args.seed),
         )

@@ -430,7 +430,11 @@ class _Cavities:
         return envelope(value, state, inputs)
 
     def amplification(self, m: Tensor, v: Tensor, k: Tensor, external: Tensor) -> Tensor:
-        r""":math:`T = \chi^{-2} - (A\circ A)^{-1} = \partial V_i/\partial\chi_j`, (..., N, N)."""
+        r""":math:`T = \chi^{-2} - (A\circ A)^{-1} = \partial V_i/\partial\chi_j`, (..., N, N).
+
+        NaN where a failed iteration left :math:`A\circ A`, with :math:`\chi` for the diagonal,
+        without an inverse of the right sign: of a solution it is positive definite.
+        """
         chi = self._moments(m, v, k, external)[1]
         scaled = known_inverse(_precision(v, chi, k), self.scaled_covariance)
         squares = _lever(scaled, chi).square()
@@ -438,8 +442,11 @@ class _Cavities:
         # large numbers is left.
         weighted = chi[..., :, None] * squares
         eye = torch.eye(chi.shape[-1], dtype=chi.dtype, device=chi.device)
-        factor = torch.linalg.cholesky(eye + weighted * chi[..., None, :])
-        return squares - weighted.mT @ torch.cholesky_solve(weighted, factor)
+        matrix = eye + weighted * chi[..., None, :]
+        failed = (torch.linalg.cholesky_ex(matrix.detach()).info != 0)[..., None, None]
+        factor = torch.linalg.cholesky(torch.where(failed, eye, matrix))
+        amplified = squares - weighted.mT @ torch.cholesky_solve(weighted, factor)
+        return torch.where(failed, torch.nan, amplified)
 
 
 class AdaptiveTAPEquilibrium(DerivedEquilibrium):

@@ -249,6 +249,8 @@ class _Run:
         initial: Tensor | None,
         keep: int,
     ) -> None:
+        if options.checkpoint is not None:
+            storage.check_writable(options.checkpoint)
         self.options = options
         start = options.initial if initial is None else initial
         lead = (options.chains, *system.batch_shape)
@@ -427,7 +429,7 @@ def _default_moves(system: SpinSystem) -> tuple[Move, ...]:
 
 
 def _moves(moves: Move | Sequence[Move]) -> tuple[Move, ...]:
-    several = (moves,) if isinstance(moves, Move) else tuple(moves)
+    several = tuple(moves) if isinstance(moves, Iterable) else (moves,)
     for move in several:
         if not isinstance(move, Move):
             raise TypeError(

@@ -753,8 +753,8 @@ class SampledEquilibrium(Equilibrium):
             report_failure(
                 on_failure,
                 f"reweight: only {float(fraction.min()):.2g} of the run counts at beta="
-                f"{other.flatten().tolist()[:4]}: its energies hardly reach so far. Sample closer "
-                "to that temperature, or several and use MultiHistogram",
+                f"{other[fraction < _SMALLEST_FRACTION].tolist()[:4]}: its energies hardly reach so "
+                "far. Sample closer to that temperature, or several and use MultiHistogram",
             )
         return found
 

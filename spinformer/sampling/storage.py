@@ -20,6 +20,7 @@ from spinformer.spins.system import SpinSystem
 
 __all__ = [
     "check_ending",
+    "check_writable",
     "described",
     "fingerprint",
     "load",
@@ -48,14 +49,31 @@ def check_ending(path: str | Path) -> Path:
     return path
 
 
-def save(path: str | Path, arrays: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Write arrays and a description; a file of that name is replaced in one step.
+def check_writable(path: str | Path) -> Path:
+    """The path, if a file can be made there: what is written at the end of a run has to fail first.
 
     Raises:
+        FileNotFoundError: its folder does not exist.
         ImportError: HDF5 without h5py.
         ValueError: another ending than .npz, .h5 or .hdf5.
     """
     path = check_ending(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path={str(path)!r}: the folder {str(path.parent)!r} is not there")
+    if path.suffix in _HDF5:
+        _h5py()
+    return path
+
+
+def save(path: str | Path, arrays: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
+    """Write arrays and a description; a file of that name is replaced in one step.
+
+    Raises:
+        FileNotFoundError: its folder does not exist.
+        ImportError: HDF5 without h5py.
+        ValueError: another ending than .npz, .h5 or .hdf5.
+    """
+    path = check_writable(path)
     text = json.dumps({"format": _FORMAT, **_versions(), **description})
     numbers = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
     # Whoever stops the program while it writes still has the old file.

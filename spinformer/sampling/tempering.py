@@ -481,11 +481,7 @@ def swap_statistics(equilibrium: SampledEquilibrium) -> SwapStatistics:
         if name in key
     }
     if not reports:
-        moves = ", ".join(sorted({key.split(".")[1] for key in equilibrium.record.reports}))
-        raise ValueError(
-            f"no ReplicaExchange reported in this run (only: {moves or 'nothing'}): solve with "
-            "ParallelTempering"
-        )
+        raise ValueError("no move of this run swapped temperatures: solve with ParallelTempering")
     return SwapStatistics(
         equilibrium.system.beta.detach(),
         reports["swap_acceptance"][:, :-1].mean(0),

@@ -275,7 +275,7 @@ class SpinSystem:
             raise ValueError(
                 f"{what} needs symmetric couplings, J_ij = J_ji: an asymmetric J has no energy and "
                 "no free energy. Pass SpinSystem(..., symmetrize=True) to use (J + J^T) / 2, or "
-                "MeanField() for the magnetization of its nonequilibrium steady state"
+                "MeanField() or ParallelDynamics() for its nonequilibrium steady state"
             )
 
     def replace(self, **changes: Any) -> SpinSystem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 import simulations.phase_diagram as study
 import spinformer as sf
+from simulations.study import parser_of
 
 TINY = study.Plan({"curie_weiss": 6, "glass": 6, "square": 3, "cubic": 3}, 2, 3, 4, 200)
 
@@ -54,9 +54,8 @@ def test_points_agree_with_enumeration(kind: str) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(study, "QUICK", TINY)
-    monkeypatch.setattr(study, "KINDS", {"square": study.KINDS["square"]})
-    args = argparse.Namespace(quick=True, seed=0, out=tmp_path, field=0.05, sweeps=None)
-    assert study.STUDY.run(args) == 0
+    words = ("--quick", "--out", str(tmp_path), "--systems", "square")
+    assert study.STUDY.run(parser_of(study.STUDY).parse_args(words)) == 0
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [panel["dim"] for panel in results["panels"]] == [1, 3]
     assert (tmp_path / "square.png").stat().st_size > 10_000
