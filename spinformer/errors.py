@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 OnFailure = Literal["raise", "warn", "ignore"] | Callable[[str], None]
 
 _Class = TypeVar("_Class", bound=type)
+_INSIDE = ("spinformer", "torch")
 
 
 class SpinformerError(Exception):
@@ -35,6 +36,15 @@ class ConvergenceWarning(UserWarning):
     """An iteration stopped before it reached its tolerance, and the caller asked to go on."""
 
 
+def warn_caller(message: str) -> None:
+    """Warn of the line that called the library, however deep inside of it the trouble was found."""
+    frame, level = inspect.currentframe(), 1
+    # torch: decorators such as no_grad() stand between a method and its caller.
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+
+
 class WarnOnce:
     """A policy for ``on_failure``: the first failure warns, later ones are silent."""
 
@@ -44,7 +54,7 @@ class WarnOnce:
     def __call__(self, message: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(message, ConvergenceWarning, stacklevel=5)
+            warn_caller(message)
 
 
 def check_on_failure(on_failure: OnFailure) -> None:
@@ -61,8 +71,7 @@ def report_failure(on_failure: OnFailure, message: str) -> None:
     elif on_failure == "raise":
         raise ConvergenceError(message)
     elif on_failure == "warn":
-        # Not of this line or the check's, but of the solve that was checked.
-        warnings.warn(message, ConvergenceWarning, stacklevel=4)
+        warn_caller(message)
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

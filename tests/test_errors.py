@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import spinformer as sf
+from spinformer.dynamics import ParallelDynamics
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,14 @@ def test_checked_constructors_keep_their_signature_and_pickle():
     for twin in (copy.deepcopy(site), pickle.loads(pickle.dumps(site))):
         assert repr(twin) == repr(site)
     assert sf.Sphere.__init__.__wrapped__.__name__ == "__init__"
+
+
+def test_warnings_point_at_the_line_that_called_the_library():
+    """Also through decorators of torch, and from any depth inside."""
+    system = sf.SpinSystem(2 * torch.ones(8, 8) / 8, torch.full((8, 1), 0.05), site=sf.Ising())
+    with pytest.warns(sf.errors.ConvergenceWarning) as caught:
+        sf.MeanField(max_iterations=1, on_failure="warn").solve(system)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(sf.errors.ConvergenceWarning) as caught:
+        ParallelDynamics(steps=40, warmup=0).steady_state(system, initial="ordered")
+    assert [warning.filename for warning in caught] == [__file__]

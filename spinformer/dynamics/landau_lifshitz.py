@@ -92,6 +92,10 @@ class Trajectory:
 class LandauLifshitz:
     r"""Landau-Lifshitz(-Gilbert) dynamics of ``Sphere(3)`` spins.
 
+    .. math:: \dot S = -\gamma\,[\,S \times B + (\lambda / R)\, S \times (S \times B)\,]
+
+    with the local field B and :math:`\gamma = 1` (:math:`1 / (1 + \alpha^2)` with ``gilbert``).
+
     Args:
         damping: :math:`\lambda \ge 0`, without a unit.
         method: ``"midpoint"`` keeps the energy (exactly, up to the tolerance); ``"spherical"`` is

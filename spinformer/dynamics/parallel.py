@@ -249,11 +249,11 @@ class ParallelDynamics:
         if bool((drifting | short).any()):
             report_failure(
                 self.on_failure,
-                f"ParallelDynamics: of {result.system.beta.numel()} systems the moment still drifts "
-                f"in {int(drifting.any(-1).sum())}, and the run is too short for the moment's "
-                f"autocorrelation time in {int(short.any(-1).sum())} (up to "
-                f"{float(moment.tau[sound].max()):.3g} steps), after {self.warmup} + {steps} steps. "
-                "Raise steps and warmup, or continue with initial=result.",
+                f"ParallelDynamics: of {result.system.beta.numel()} systems the moment still "
+                f"drifts in {int(drifting.any(-1).sum())}, and the run is too short for the "
+                f"moment's autocorrelation time in {int(short.any(-1).sum())} (up to "
+                f"{float(moment.tau[sound].max()):.3g} steps), after {self.warmup} + {steps} "
+                "steps. Raise steps and warmup, or continue with initial=result.",
             )
 
 

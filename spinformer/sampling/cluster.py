@@ -99,6 +99,9 @@ class SwendsenWang(Move):
         check_choice("frustrated", frustrated, ("refuse", "allow"))
         self.frustrated = frustrated
 
+    def __repr__(self) -> str:
+        return f"SwendsenWang(frustrated={self.frustrated!r})"
+
     def start(self, chains: Chains) -> Kernel:
         return _AllClusters(chains, _bonds(chains.system, "SwendsenWang", self.frustrated))
 
@@ -139,6 +142,9 @@ class Wolff(Move):
         check_choice("frustrated", frustrated, ("refuse", "allow"))
         self.clusters = clusters
         self.frustrated = frustrated
+
+    def __repr__(self) -> str:
+        return f"Wolff(clusters={self.clusters!r}, frustrated={self.frustrated!r})"
 
     def start(self, chains: Chains) -> Kernel:
         bonds = _bonds(chains.system, "Wolff", self.frustrated)

@@ -81,6 +81,9 @@ class Hamiltonian(Move):
         self.path = float(path)
         self.step_size = None if step_size is None else float(step_size)
 
+    def __repr__(self) -> str:
+        return f"Hamiltonian(path={self.path!r}, step_size={self.step_size!r})"
+
     def start(self, chains: Chains) -> Kernel:
         system = chains.system
         system.require_symmetric("Hamiltonian")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from spinformer.errors import (
-    ConvergenceWarning,
     OnFailure,
     check_on_failure,
     nearest,
     report_failure,
     strict_options,
+    warn_caller,
 )
 from spinformer.sampling import storage
 from spinformer.sampling.chains import Chains, Move, Start
@@ -288,19 +287,16 @@ class _Run:
                         saved = time.monotonic()
         except KeyboardInterrupt:
             self._save()
-            if self.recorder.done < _FEWEST_MEASUREMENTS:
-                raise
-            self.interrupted = True
             path = self.options.checkpoint
-            warnings.warn(
+            so_far = (
                 f"MonteCarlo was interrupted after {self.recorder.done} of "
-                f"{self.recorder.measurements} measurements, and returns what they say"
-                + (
-                    "" if path is None else f"; the run goes on from {path} when it is solved again"
-                ),
-                ConvergenceWarning,
-                stacklevel=3,
+                f"{self.recorder.measurements} measurements"
             )
+            goes_on = "" if path is None else f"; it goes on from {path} when it is solved again"
+            if self.recorder.done < _FEWEST_MEASUREMENTS:
+                raise KeyboardInterrupt(so_far + goes_on) from None
+            self.interrupted = True
+            warn_caller(f"{so_far}, and returns what they say{goes_on}")
         else:
             self._save()
 

@@ -80,7 +80,8 @@ class Diagnostics:
         effective_samples: independent draws that all chains are worth, of the same.
         r_hat: split R-hat over chains, of the same.
         drift: distance of the beginning of the run from its end in standard errors, of the same.
-        enough: whether the chains are 50 tau long in energy and absolute moment.
+        enough: whether the chains are 50 tau long in energy and absolute moment; never of a system
+            that was given with NaN.
         mixed: whether their R-hat is below 1.05.
         equilibrated: whether they don't drift (4 standard errors).
     """
@@ -178,6 +179,7 @@ class SampledEquilibrium(Equilibrium):
         log_partition: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.record = record
+        self.broken = broken
         self._observables = observables
         self._log_partition = log_partition
         self._errors: dict[str, Tensor] = {}
@@ -229,7 +231,7 @@ class SampledEquilibrium(Equilibrium):
             {name: count / (2 * times.tau) for name, times in found.items()},
             r_hat,
             drift,
-            enough.all(0),
+            enough.all(0) if self.broken is None else enough.all(0) & ~self.broken,
             mixed.all(0),
             still.all(0),
         )
@@ -753,8 +755,8 @@ class SampledEquilibrium(Equilibrium):
             report_failure(
                 on_failure,
                 f"reweight: only {float(fraction.min()):.2g} of the run counts at beta="
-                f"{other[fraction < _SMALLEST_FRACTION].tolist()[:4]}: its energies hardly reach so "
-                "far. Sample closer to that temperature, or several and use MultiHistogram",
+                f"{other[fraction < _SMALLEST_FRACTION].tolist()[:4]}: its energies hardly reach "
+                "so far. Sample closer to that temperature, or several and use MultiHistogram",
             )
         return found
 

@@ -451,3 +451,17 @@ def test_a_failure_in_a_cold_system_is_an_answer_that_has_not_converged(seed):
     assert found.magnetization.isfinite().all()
     with pytest.raises(ConvergenceError, match="adaptive TAP"):
         AdaptiveTAP().solve(system)
+
+
+def test_the_response_of_a_failed_iteration_reaches_no_other_system() -> None:
+    """Where it stopped, A o A with chi for its diagonal is not positive definite."""
+    generator = torch.Generator().manual_seed(1)
+    J = sherrington_kirkpatrick(6, generator=generator, dtype=torch.float64).to_dense()
+    field = torch.full((2, 6, 1), 0.1, dtype=torch.float64)
+    pair = SpinSystem(torch.stack([J, 0.1 * J]), field, 8.0, Ising())
+    solver = AdaptiveTAP(max_iterations=3, on_failure="ignore")
+    both = solver.solve(pair)
+    chi = both.susceptibility()
+    assert bool(chi[0].isnan().all())
+    alone = solver.solve(pair.replace(couplings=0.1 * J, field=field[1]))
+    torch.testing.assert_close(chi[1], alone.susceptibility())

@@ -288,7 +288,8 @@ def test_errors_are_right() -> None:
 
 def crossing(dim: int, exact: float, sizes: tuple[int, int]) -> tuple[float, float]:
     """Where the Binder cumulants of two cubes cross, relative to K_c, and its standard error."""
-    strength = exact * torch.linspace(0.97, 1.03, 7, dtype=F64)
+    x = torch.linspace(-0.02, 0.02, 7, dtype=F64)
+    strength = exact * (1 + x)
     cumulants, errors = [], []
     for size in sizes:
         couplings = sf.couplings.cubic(size, strength=strength.float())
@@ -305,14 +306,15 @@ def crossing(dim: int, exact: float, sizes: tuple[int, int]) -> tuple[float, flo
         errors.append(equilibrium.standard_error("binder_cumulant").double())
     difference = cumulants[1] - cumulants[0]
     weight = 1 / (errors[0] ** 2 + errors[1] ** 2)
-    # A straight line through the differences, by weighted least squares; its zero and error.
-    x = strength / exact - 1
-    design = torch.stack([torch.ones_like(x), x], -1)
+    # A parabola through the differences, by weighted least squares: cumulants bend. Its zero next
+    # to the middle, and the error of that.
+    design = torch.stack([torch.ones_like(x), x, x**2], -1)
     covariance = torch.linalg.inv(design.T @ (weight[:, None] * design))
-    offset, slope = covariance @ design.T @ (weight * difference)
+    offset, slope, bend = covariance @ design.T @ (weight * difference)
     assert slope > LIMIT * covariance[1, 1].sqrt()  # the larger lattice is steeper
-    gradient = torch.stack([-1 / slope, offset / slope**2])
-    return float(-offset / slope), float((gradient @ covariance @ gradient).sqrt())
+    zero = -2 * offset / (slope + torch.sqrt(slope**2 - 4 * offset * bend))
+    gradient = torch.stack([torch.ones_like(zero), zero, zero**2]) / (slope + 2 * bend * zero)
+    return float(zero), float((gradient @ covariance @ gradient).sqrt())
 
 
 @pytest.mark.slow

@@ -578,6 +578,7 @@ def test_gaussian_spins_that_do_not_exist() -> None:
         ({"keep": True}, ValueError, "keep=True"),
         ({"moves": []}, ValueError, "moves is empty"),
         ({"moves": [HeatBath]}, TypeError, "pass a Move"),
+        ({"moves": HeatBath}, TypeError, "pass a Move"),
         ({"correlations": "component"}, ValueError, "'components'"),
         ({"sweep": 100}, TypeError, "the nearest is 'sweeps'"),
         ({"on_failure": "warm"}, ValueError, "the nearest is 'warn'"),
@@ -588,6 +589,18 @@ def test_gaussian_spins_that_do_not_exist() -> None:
 def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         MonteCarlo(**options)
+
+
+def test_checkpoint_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """What would fail when the run ends fails before it begins."""
+    swept: list[int] = []
+    with pytest.raises(FileNotFoundError, match="the folder .*nowhere"):
+        MonteCarlo(
+            sweeps=16,
+            checkpoint=tmp_path / "nowhere" / "run.npz",
+            progress=lambda done, _: swept.append(done),
+        ).solve(SYSTEMS["one spin in a field"]())
+    assert not swept
 
 
 def test_structure_factor_needs_a_lattice() -> None:

@@ -464,5 +464,5 @@ def test_bad_options(options, message):
 
 def test_statistics_of_a_run_without_swaps():
     run = MonteCarlo(HeatBath(), sweeps=64, on_failure="ignore").solve(curie_weiss(4))
-    with pytest.raises(ValueError, match="no ReplicaExchange reported"):
+    with pytest.raises(ValueError, match="no move of this run swapped"):
         swap_statistics(run)
