@@ -29,7 +29,6 @@ from simulations.options import positive
 from simulations.results import collect, conclude
 from simulations.tables import align
 from spinformer.sampling import HeatBath, ParallelTempering, SampledEquilibrium
-from spinformer.thermo.statistics import estimate
 
 SHOWN = ("mean_field", "tap", "adaptive_tap", "sd0", "sd1")
 KINDS = {
@@ -128,8 +127,8 @@ def observe_sampled(equilibrium: SampledEquilibrium) -> dict[str, tuple[Tensor, 
         order = (m.square() - error.square()).sum(-1).mean(-1) / radius**2
         order_error = 2 * (m * error).square().sum((-2, -1)).sqrt() / (n * radius**2)
     else:
-        moment = estimate(equilibrium.series["moment"][..., -1])
-        order, order_error = moment.mean / (n * radius), moment.error / (n * radius)
+        order = equilibrium.moment[..., -1] / (n * radius)
+        order_error = equilibrium.standard_error("moment")[..., -1] / (n * radius)
     unit = _unit(system) / n
     chi = equilibrium.uniform_susceptibility()[..., -1, -1] * unit
     chi_error = equilibrium.standard_error("uniform_susceptibility")[..., -1, -1] * unit
@@ -219,7 +218,12 @@ def draw(results: dict[str, Any], kind: str) -> Figure:
     )
     figure.suptitle(
         f"{KINDS[kind]}, {sites} spins\n"
-        f"in a field of {results['field']:.0%} of the neighbours' force",
+        f"in a field of {results['field']:.0%} of the neighbours' force; T$_0$: "
+        + (
+            "$R^2/D$, half of where mean field orders; curves end where equations were not solved"
+            if kind == "glass"
+            else "where mean field orders without a field"
+        ),
         fontsize=12,
     )
     axes = figure.subplots(len(QUANTITIES), len(panels), squeeze=False, sharex=True, sharey="row")

@@ -24,7 +24,7 @@ from spinformer.sampling.chains import Chains, Move, Start
 from spinformer.sampling.local import HeatBath, OverRelaxation
 from spinformer.sampling.observables import Observables, Pairs, Record, Recorder, lattice_of
 from spinformer.sampling.progress import Progress, deferred_interrupt, reporting
-from spinformer.sampling.sampled import SampledEquilibrium
+from spinformer.sampling.sampled import DECIDING, SampledEquilibrium
 from spinformer.spins.site import Gaussian
 from spinformer.spins.streams import Streams
 from spinformer.spins.system import SpinSystem
@@ -208,10 +208,9 @@ class MonteCarlo:
         if not bool(failed.any()):
             return
         reasons = []
-        names = ("energy", "absolute_moment")
 
         def worst(values: dict[str, Tensor]) -> float:
-            return max(float(values[name][failed].abs().max()) for name in names)
+            return max(float(values[name][failed].abs().max()) for name in DECIDING)
 
         if bool((~found.enough & failed).any()):
             sweeps = equilibrium.num_measurements * self.every

@@ -63,25 +63,30 @@ _SMALLEST_FRACTION = 0.05
 _Function = Callable[..., Tensor]
 
 
+# What decides whether a run was long enough.
+DECIDING = ("energy", "absolute_moment", "moment_along_field")
+
+
 @dataclass(frozen=True)
 class Diagnostics:
     """Whether a run was long enough to know its own errors; every entry is (*batch).
 
-    Energy and absolute moment decide. The direction of the moment may be one of several that a
-    symmetry makes alike, between which local moves never get in order: chains that froze into
-    different ones know energies, |M| and their fluctuations well, and their disagreement is seen in
-    ``r_hat["moment"]`` and in the standard errors of magnetization and susceptibility, which are
-    then those of the scatter of the chains. Chains that all froze into the same one see nothing.
+    Energy, absolute moment and the moment along the field decide. Its direction else may be one of
+    several that a symmetry makes alike, between which local moves never get in order: chains that
+    froze into different ones know energies, |M| and their fluctuations well, and their disagreement
+    is seen in ``r_hat["moment"]`` and in the standard errors of magnetization and susceptibility,
+    which are then those of the scatter of the chains. Chains that all froze into the same one see
+    nothing.
 
     Attributes:
         tau: integrated autocorrelation time in sweeps, 1/2 of the distance of measurements for
-            independent ones: of ``energy``, ``absolute_moment`` and the slowest component of
-            ``moment``.
+            independent ones: of ``energy``, ``absolute_moment``, ``moment_along_field`` (the
+            direction of the sum of all fields) and the slowest component of ``moment``.
         effective_samples: independent draws that all chains are worth, of the same.
         r_hat: split R-hat over chains, of the same.
         drift: distance of the beginning of the run from its end in standard errors, of the same.
-        enough: whether the chains are 50 tau long in energy and absolute moment; never of a system
-            that was given with NaN.
+        enough: whether the chains are 50 tau long in what decides; never of a system that was given
+            with NaN.
         mixed: whether their R-hat is below 1.05.
         equilibrated: whether they don't drift (4 standard errors).
     """
@@ -102,12 +107,12 @@ class Diagnostics:
     def __repr__(self) -> str:
         rows = [
             f"Diagnostics: {int(self.passed.sum())} of {self.passed.numel()} systems passed",
-            f"  {'worst of':16s} {'tau [sweeps]':>13s} {'eff. samples':>13s} {'R-hat':>8s} "
+            f"  {'worst of':18s} {'tau [sweeps]':>13s} {'eff. samples':>13s} {'R-hat':>8s} "
             f"{'drift':>7s}",
         ]
         if self.passed.numel():
             rows += [
-                f"  {name:16s} {float(self.tau[name].max()):13.4g} "
+                f"  {name:18s} {float(self.tau[name].max()):13.4g} "
                 f"{float(self.effective_samples[name].min()):13.4g} "
                 f"{float(self.r_hat[name].max()):8.4f} {float(self.drift[name].abs().max()):7.2f}"
                 for name in self.tau
@@ -179,7 +184,7 @@ class SampledEquilibrium(Equilibrium):
         log_partition: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.record = record
-        self.broken = broken
+        self.system, self.broken = system, broken
         self._observables = observables
         self._log_partition = log_partition
         self._errors: dict[str, Tensor] = {}
@@ -222,10 +227,9 @@ class SampledEquilibrium(Equilibrium):
         count = length * self.keys.shape[0]
         r_hat = {name: split_r_hat(values) for name, values in series.items()}
         drift = {name: equilibration(values).z for name, values in series.items()}
-        both = ("energy", "absolute_moment")
-        enough = torch.stack([found[name].tau * _FEWEST_TAU <= length for name in both])
-        mixed = torch.stack([r_hat[name] < _LARGEST_R_HAT for name in both])
-        still = torch.stack([drift[name].abs() < _LARGEST_DRIFT for name in both])
+        enough = torch.stack([found[name].tau * _FEWEST_TAU <= length for name in DECIDING])
+        mixed = torch.stack([r_hat[name] < _LARGEST_R_HAT for name in DECIDING])
+        still = torch.stack([drift[name].abs() < _LARGEST_DRIFT for name in DECIDING])
         return Diagnostics(
             {name: self.record.every * times.tau for name, times in found.items()},
             {name: count / (2 * times.tau) for name, times in found.items()},
@@ -247,16 +251,25 @@ class SampledEquilibrium(Equilibrium):
         moment = self.series["moment"].movedim(-1, -2)
         slowest = autocorrelation_time(moment).tau.nan_to_num().argmax(-1)
         index = slowest[None, ..., None, None].expand(*moment.shape[:-2], 1, moment.shape[-1])
+        # Along the field as a whole. Across it, and without one, valleys are alike by symmetry.
+        field = self.system.field.detach().sum(-2)
+        field = field / torch.where(field == 0, 1.0, field).norm(dim=-1, keepdim=True)
         return {
             "energy": self.series["energy"],
             "absolute_moment": moment.norm(dim=-2),
+            "moment_along_field": (moment * field[..., None]).sum(-2),
             "moment": moment.gather(-2, index)[..., 0, :],
         }
 
-    def _tau(self, *names: str) -> Tensor:
-        """The slowest of these, in measurements, (*batch); NaN of a broken system is no time."""
-        times = torch.stack([self.diagnostics.tau[name] for name in names]).amax(0)
-        return times.nan_to_num(nan=0.5) / self.record.every
+    def _tau(self, of_moment: bool = False) -> Tensor:
+        """The slowest time, in measurements, (*batch); NaN of a broken system is no time.
+
+        Args:
+            of_moment: count every direction of the moment.
+        """
+        names = (*DECIDING, "moment") if of_moment else DECIDING
+        slowest = torch.stack([self.diagnostics.tau[name] for name in names]).amax(0)
+        return slowest.nan_to_num(nan=0.5) / self.record.every
 
     # -- means ------------------------------------------------------------------------------------
 
@@ -336,6 +349,12 @@ class SampledEquilibrium(Equilibrium):
     @observable
     def magnetization(self) -> Tensor:
         return self._array("spin").to(self.system.field.dtype)
+
+    @property
+    @observable
+    def moment(self) -> Tensor:
+        """<M> = sum_i m_i, the total moment, (..., D)."""
+        return self.magnetization.sum(-2)
 
     @property
     @observable
@@ -569,13 +588,17 @@ class SampledEquilibrium(Equilibrium):
         if name in ("log_partition", "free_energy", "entropy"):
             return self._error_of_log_partition(name)
         if name == "internal_energy":
-            return estimate(self._all_series["smooth_energy"]).error
+            return self._mean_error(self._all_series["smooth_energy"])
         if name == "absolute_moment":
-            return estimate(self._watched["absolute_moment"]).error
+            return self._mean_error(self._watched["absolute_moment"])
         if name in _FORMULAS:
             return self._scalar_error(name)
         if name == "magnetization":
             return self.record.means["spin"].error
+        if name == "moment":
+            # Of the plain series: a little too large where the means of spins are conditional.
+            moment = self.series["moment"]
+            return torch.stack([self._mean_error(part) for part in moment.unbind(-1)], -1)
         if name == "correlations":
             method: CorrelationMethod = arguments.get("method", "linear_response")
             self.correlations(method)  # whatever it raises
@@ -609,9 +632,25 @@ class SampledEquilibrium(Equilibrium):
         # Not independent, if this run was one of those that gave log Z: neither is known better.
         return torch.hypot(self.system.beta * self.standard_error("internal_energy"), error)
 
+    def _mean_error(self, series: Tensor) -> Tensor:
+        """Error of the mean of a series (chains, *batch, T).
+
+        Blocks that are long against all times see what the series itself may hide: that it is of
+        another value in another valley, by less than it fluctuates in one.
+        """
+        own, tau = estimate(series), self._tau()
+        slow = tau > 2 * own.tau
+        if not bool(slow.any()):
+            return own.error
+
+        def blocks(bins: int) -> list[Tensor]:
+            return [self._in_parts({"": series}, bins)[""].mean(-1)]
+
+        error = self._by_levels(lambda mean: mean, blocks, self.num_measurements, tau)
+        return torch.where(slow, torch.maximum(own.error, error), own.error)
+
     def _scalar_error(self, name: str) -> Tensor:
         names, function = _FORMULAS[name]
-        slow = ("moment",) if name in _OF_MOMENT else ("energy", "absolute_moment")
 
         def blocks(bins: int) -> list[Tensor]:
             return scalar_means(names, self._in_parts(self._all_series, bins), self._centre)
@@ -619,7 +658,9 @@ class SampledEquilibrium(Equilibrium):
         def formula(*means: Tensor) -> Tensor:
             return function(self.system.beta, self._centre, *means)
 
-        return self._by_levels(formula, blocks, self.num_measurements, self._tau(*slow))
+        return self._by_levels(
+            formula, blocks, self.num_measurements, self._tau(name in _OF_MOMENT)
+        )
 
     def _array_error(self, function: _Function, names: Sequence[str]) -> Tensor:
         means = [self.record.means[name] for name in names]
@@ -632,7 +673,7 @@ class SampledEquilibrium(Equilibrium):
             length = longest * (count // bins)
             return [_rebinned(mean, length, bins) for mean in means]
 
-        tau = self._tau("energy", "absolute_moment", "moment")
+        tau = self._tau(of_moment=True)
         return self._by_levels(function, blocks, means[0].count, tau, count)
 
     def _by_levels(
@@ -716,7 +757,7 @@ class SampledEquilibrium(Equilibrium):
             # A conditional mean is that of the temperature that it was taken at.
             plain = {**self.series, "smooth_energy": self.series["energy"]}
             values, errors = {}, {}
-            tau = self._tau("energy", "absolute_moment", "moment")
+            tau = self._tau(of_moment=True)
             for name, (names, function) in _FORMULAS.items():
                 if name == "order_ratio":
                     continue
@@ -841,6 +882,7 @@ _OF_MOMENT = ("uniform_susceptibility", "order_ratio", "binder_cumulant", "absol
 _PER_SPIN = ("internal_energy", "specific_heat", "free_energy", "entropy")
 _ARRAYS = (
     "magnetization",
+    "moment",
     "correlations",
     "susceptibility",
     "local_susceptibility",

@@ -193,10 +193,14 @@ def _sum(series: Tensor, factor: float = _WINDOW) -> _Summed:
     noise = 4 * (window + 0.5 - tau) / count
 
     if chains > 1:
-        # Where no window closes, a chain is worth one measurement at worst.
+        # Where no window closes, a chain is worth one measurement at worst. One may have closed too
+        # early: a slow mode of small amplitude hides behind a fast one. Then the chains' means
+        # scatter more than chance allows.
         scatter = centred.mean(-1).square().sum(0) / (chains - 1)
         crude = steps * scatter / (2 * variance)
-        worse = ~closed.any(-1) & (crude > tau)
+        hidden = crude > _excess(chains - 1) * tau
+        worse = (~closed.any(-1) & (crude > tau)) | hidden
+        resolved = resolved & ~hidden
         tau = torch.where(worse, crude, tau)
         noise = torch.where(worse, 2 / (chains - 1), noise)
     tau = tau.clamp_min(_LEAST)
@@ -205,6 +209,12 @@ def _sum(series: Tensor, factor: float = _WINDOW) -> _Summed:
     variance = torch.where(frozen, 0.0, variance)
     noise = torch.where(frozen, 0.0, noise)
     return _Summed(mean, variance, tau, window, (resolved | frozen) & ~lost, noise)
+
+
+def _excess(degrees: int) -> float:
+    """What chi^2 / degrees exceeds once in a thousand times, by Wilson & Hilferty (1931)."""
+    spread = 2 / (9 * degrees)
+    return (1 - spread + 3.09 * math.sqrt(spread)) ** 3
 
 
 def _inflation(noise: Tensor) -> Tensor:
@@ -269,9 +279,10 @@ def estimate(series: Tensor) -> Estimate:
     :math:`v = 4(W + 1/2 - \tau)/n` (Wolff 2004): so z-scores have variance one also where tau is
     known to a third only.
     The scatter of the chains' means is not a second opinion worth more: it has C - 1 degrees of
-    freedom, and the larger of two estimates is too large on average. It enters where it must:
-    chains that disagree have correlations around the common mean that don't decay, which leaves the
-    series not ``resolved`` and its error that of the scatter, if larger.
+    freedom, and the larger of two estimates is too large on average. It enters where it must: where
+    correlations around the common mean don't decay, and where the chains' means scatter more than
+    tau explains, by what chance would do once in a thousand times: a slow mode of small amplitude
+    can hide behind a fast one. The series is then not ``resolved``.
 
     Args:
         series: (C, *batch, T), T >= 8.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from spinformer.equilibrium.exact import Exact
 from spinformer.errors import ConvergenceWarning, NotSampledError
-from spinformer.sampling import MonteCarlo
+from spinformer.sampling import HeatBath, MonteCarlo
 from spinformer.sampling.sampled import SampledEquilibrium
-from spinformer.spins.couplings import Lattice, sherrington_kirkpatrick
+from spinformer.spins.couplings import Lattice, sherrington_kirkpatrick, square
 from spinformer.spins.site import Gaussian, Ising, SiteLaw, Sphere
 from spinformer.spins.system import SpinSystem
 
@@ -193,6 +194,27 @@ def test_errors_are_the_scatter_of_runs(name: str) -> None:
     ratio = (value.var(0) / error.square().mean(0))[free].mean()
     # Of one quantity the variance of twenty is known to sqrt(2 / 19) = 0.32; three of those.
     assert 0.35 < float(ratio) < 2.0
+
+
+@pytest.mark.stochastic
+def test_a_slow_mode_that_the_energy_hides() -> None:
+    """In a weak field two valleys differ little in energy: tau of the energy is that of one valley,
+    a hundredth of the time in which the moment turns over."""
+    systems = 48
+    field = torch.full((systems, 16, 1), 0.1, dtype=F64)
+    system = SpinSystem(square(4, dtype=F64), field, 0.5, Ising())
+    exact = Exact().solve(system.replace(field=field[0]))
+    sampled = run(system, moves=HeatBath(), chains=8, sweeps=800)
+    tau = sampled.diagnostics.tau
+    assert float((tau["moment_along_field"] / tau["energy"]).median()) > 10
+    assert not bool(sampled.converged.any())
+    z = (sampled.internal_energy - exact.internal_energy) / sampled.standard_error(
+        "internal_energy"
+    )
+    # Mean square of n normal numbers; five times as much without a look at the moment.
+    assert float(z.square().mean()) < 1 + LIMIT * math.sqrt(2 / systems)
+    moment = (sampled.moment - exact.magnetization.sum(-2)) / sampled.standard_error("moment")
+    assert float(moment.square().mean()) < 1 + LIMIT * math.sqrt(2 / systems)
 
 
 def test_standard_error_of_an_unknown_name(ising: SampledEquilibrium) -> None:
