@@ -44,7 +44,7 @@ class Cumulants(NamedTuple):
 
     @property
     def square(self) -> Tensor:
-        """|b|^2, (..., N)."""
+        """:math:`|b|^2`, (..., N)."""
         return self.b.square().sum(-1)
 
 

@@ -202,7 +202,7 @@ class ExactSteadyState(SteadyState):
 
     @cached_property
     def transition(self) -> Tensor:
-        """W(S'|S), (..., 2^N, 2^N): columns add up to one."""
+        r""":math:`W(S'|S)`, (..., 2^N, 2^N): columns add up to one."""
         return _transition(self.system, self.system.field)
 
     @cached_property
@@ -245,7 +245,7 @@ class ExactSteadyState(SteadyState):
 
     @cached_property
     def residual(self) -> Tensor:
-        """Largest |W pi - pi|, (...)."""
+        r"""Largest :math:`|W\pi - \pi|`, (...)."""
         change = (self.transition @ self.law[..., None])[..., 0] - self.law
         return change.abs().amax(-1)
 

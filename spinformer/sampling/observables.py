@@ -128,8 +128,10 @@ class Observables:
         return found
 
     def averages(self, look: Look, weights: Tensor) -> dict[str, Tensor]:
-        """The means of :meth:`arrays` over configurations (S, *batch) of given weights, (*batch,
-        *shape), without N^2 numbers for each of them."""
+        """The means of :meth:`arrays` over configurations (S, *batch) of given weights.
+
+        (*batch, *shape), without N^2 numbers for each of them.
+        """
         found = {"spin": _weighted(look.means, weights)}
         if self.pairs != "none":
             own = _weighted(self._own(look), weights)
@@ -207,7 +209,7 @@ def lattice_of(couplings: Couplings) -> Lattice | None:
 
 
 def structure_of(spins: Tensor, shape: Sequence[int]) -> Tensor:
-    """|sum_i S_i exp(-i q r_i)|^2 / N of every wave q of a lattice, (..., *shape)."""
+    r""":math:`|\sum_i S_i e^{-i q r_i}|^2 / N` of every wave q of a lattice, (..., *shape)."""
     grid = spins.reshape(*spins.shape[:-2], *shape, spins.shape[-1])
     waves = torch.fft.fftn(grid, dim=tuple(range(-1 - len(shape), -1)))
     power: Tensor = (waves.real.square() + waves.imag.square()).sum(-1) / spins.shape[-2]

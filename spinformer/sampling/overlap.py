@@ -165,7 +165,7 @@ class ReplicaOverlaps:
         return self._average(lambda q: q, self.overlap)
 
     def mean_absolute(self) -> Jackknife:
-        """<|q|>, (...), the order parameter of Ising spin glasses in finite samples."""
+        r""":math:`\langle |q| \rangle`, (...), the order parameter of finite Ising spin glasses."""
         return self._average(lambda q: q, self.overlap.abs())
 
     def mean_square(self) -> Jackknife:

@@ -73,10 +73,10 @@ class Diagnostics:
 
     Energy, absolute moment and the moment along the field decide. Its direction else may be one of
     several that a symmetry makes alike, between which local moves never get in order: chains that
-    froze into different ones know energies, |M| and their fluctuations well, and their disagreement
-    is seen in ``r_hat["moment"]`` and in the standard errors of magnetization and susceptibility,
-    which are then those of the scatter of the chains. Chains that all froze into the same one see
-    nothing.
+    froze into different ones know energies, moduli and their fluctuations well, and their
+    disagreement is seen in ``r_hat["moment"]`` and in the standard errors of magnetization and
+    susceptibility, which are then those of the scatter of the chains. Chains that all froze into
+    the same one see nothing.
 
     Attributes:
         tau: integrated autocorrelation time in sweeps, 1/2 of the distance of measurements for
@@ -170,8 +170,8 @@ class SampledEquilibrium(Equilibrium):
 
     Attributes:
         record: the same.
-        solution: magnetizations; ``residual`` is the worst split R-hat of energy and |M| less one,
-            ``iterations`` the sweeps that were measured, and ``converged`` whether
+        solution: magnetizations; ``residual`` is the worst split R-hat of energy and modulus,
+            less 1, ``iterations`` the sweeps that were measured, and ``converged`` whether
             :attr:`diagnostics` passed.
     """
 

@@ -85,14 +85,15 @@ class ReplicaExchange(Move):
         every: sweeps from one round to the next.
 
     Reports, each (chains, K, *batch):
-        ``swap_acceptance``: mean probability that rung k and k + 1 swap, over all rounds; NaN at
-            the last rung.
-        ``swaps``: how often they did.
-        ``round_trips``: of replica r, from the hottest rung to the coldest and back to the hottest.
-        ``flow``: of those replicas at rung k that have been at an end of the ladder, the fraction
-            that was last at the hottest: 1 at the hottest rung and 0 at the coldest, a straight
-            line for the best ladder and a step at a bottleneck.
-        ``replica``: which configuration is at rung k now, by the rung at which it started.
+
+    * ``swap_acceptance``: mean probability that rung k and k + 1 swap, over all rounds; NaN at the
+      last rung;
+    * ``swaps``: how often they did;
+    * ``round_trips``: of replica r, from the hottest rung to the coldest and back to the hottest;
+    * ``flow``: of those replicas at rung k that have been at an end of the ladder, the fraction
+      that was last at the hottest: 1 at the hottest rung and 0 at the coldest, a straight line for
+      the best ladder and a step at a bottleneck;
+    * ``replica``: which configuration is at rung k now, by the rung at which it started.
 
     Cost: one energy of every rung a round.
     """
@@ -256,9 +257,9 @@ class ParallelTempering:
         exchange_every: sweeps from one round of swaps to the next.
         moves: what changes spins between swaps. None: :class:`HeatBath`.
         chains: independent ladders.
-        sweeps, warmup, every, seed, initial, correlations, conditional, structure_factor, keep,
-        progress, checkpoint, checkpoint_every, on_failure: of :class:`MonteCarlo`. With a fixed
-            ladder, ``seed=eq.keys[k : k + 1], chains=1`` repeats ladder k.
+        sweeps: of each ladder, to be measured. It and all other options are those of
+            :class:`MonteCarlo`. With a fixed ladder, ``seed=eq.keys[k : k + 1], chains=1`` repeats
+            ladder k.
 
     Warns (or raises, with ``on_failure="raise"``) if a pair swaps in less than 5 % of rounds, which
     cuts the ladder in two, or if no replica made a round trip: what is cold has then never been
