@@ -1,6 +1,8 @@
 """What every test shares: draws that do not depend on the order of tests, figures off screen."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 import hypothesis
 import matplotlib
@@ -29,3 +31,11 @@ def _seeded() -> None:
 def generator() -> torch.Generator:
     """A generator of its own for tests that pass one on."""
     return torch.Generator().manual_seed(1)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, also where a shell made its background jobs deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -319,6 +319,7 @@ def test_wrong_calls() -> None:
         LandauLifshitz(dampig=1.0)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_the_trajectory() -> None:
     system, spins = glass()
 

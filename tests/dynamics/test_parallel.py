@@ -355,6 +355,7 @@ def _pressing(step: int) -> Callable[[int, int], None]:
     return press
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_was_measured() -> None:
     system = system_of(Ising())
     options = {"chains": 8, "warmup": 10, "on_failure": "ignore"}

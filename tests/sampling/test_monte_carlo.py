@@ -512,6 +512,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, change: str) -> 
     assert message in str(caught.value)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_run_after_its_sweep(tmp_path: Path) -> None:
     """A real signal, which would otherwise stop in the middle of a sweep."""
     system = SpinSystem(glass(5), 0.3 * normal(5, 3), 0.8, Sphere(3))
