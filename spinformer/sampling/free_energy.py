@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,11 @@ from spinformer.errors import (
     report_failure,
     strict_options,
 )
+from spinformer.sampling.monte_carlo import MonteCarlo
 from spinformer.sampling.observables import sampled_law
+from spinformer.sampling.sampled import SampledEquilibrium
 from spinformer.spins.system import SpinSystem
 from spinformer.thermo.statistics import bin_means, combined_error, estimate
-
-if TYPE_CHECKING:
-    from spinformer.sampling.monte_carlo import MonteCarlo
-    from spinformer.sampling.sampled import SampledEquilibrium
 
 __all__ = [
     "FreeEnergyEstimate",

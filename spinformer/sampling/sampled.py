@@ -38,6 +38,7 @@ from spinformer.thermo.equilibrium import (
 from spinformer.thermo.statistics import (
     BinnedMean,
     autocorrelation_time,
+    bin_means,
     equilibration,
     estimate,
     jackknife,
@@ -184,6 +185,7 @@ class SampledEquilibrium(Equilibrium):
         log_partition: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.record = record
+        # What the base class sets, earlier: its solution is the verdict of the diagnostics.
         self.system, self.broken = system, broken
         self._observables = observables
         self._log_partition = log_partition
@@ -643,10 +645,12 @@ class SampledEquilibrium(Equilibrium):
         if not bool(slow.any()):
             return own.error
 
-        def blocks(bins: int) -> list[Tensor]:
-            return [self._in_parts({"": series}, bins)[""].mean(-1)]
-
-        error = self._by_levels(lambda mean: mean, blocks, self.num_measurements, tau)
+        error = self._by_levels(
+            lambda mean: mean,
+            lambda bins: [bin_means(series, bins)],
+            self.num_measurements,
+            tau,
+        )
         return torch.where(slow, torch.maximum(own.error, error), own.error)
 
     def _scalar_error(self, name: str) -> Tensor:
@@ -779,12 +783,9 @@ class SampledEquilibrium(Equilibrium):
                 moved = (other - system.beta) * self._centre["energy"]
                 return share.log() + top[0, ..., 0] - moved
 
-            def shares(bins: int) -> list[Tensor]:
-                return [self._in_parts({"weight": weights}, bins)["weight"].mean(-1)]
-
             values["log_partition_change"] = log_ratio(weights.mean((0, -1)))
             errors["log_partition_change"] = self._by_levels(
-                log_ratio, shares, self.num_measurements, tau
+                log_ratio, lambda bins: [bin_means(weights, bins)], self.num_measurements, tau
             )
         found = Reweighted(
             self._hide_broken(other),
