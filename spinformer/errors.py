@@ -75,20 +75,34 @@ def report_failure(on_failure: OnFailure, message: str) -> None:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """Sentence that suggests the choice closest to ``word`` and lists them all."""
+    """Sentence that suggests a choice close to ``word``, if there is one, and lists them all."""
     if not choices:
         return " (there are none)"
-    folded = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.0)
     known = ", ".join(repr(choice) for choice in choices)
-    return f"; the nearest is {folded[close[0]]!r} (choose from {known})"
+    return f"{_suggestion(word, choices)} (choose from {known})"
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    """Return ``value`` if it is one of ``choices``; else ``ValueError`` names the nearest."""
+def check_choice(name: str, value: str, choices: Sequence[str], *, optional: bool = False) -> str:
+    """Return ``value`` if it is one of ``choices``; else ``ValueError`` names the nearest.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        choices: at least one.
+        optional: whether the argument may be None too: the message then lists that. None itself is
+            the caller's to let through.
+    """
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not an option{nearest(str(value), choices)}")
+        known = ", ".join([*map(repr, choices), *(["None"] if optional else [])])
+        close = _suggestion(str(value), choices)
+        raise ValueError(f"{name}={value!r} is not an option{close} (choose from {known})")
     return value
+
+
+def _suggestion(word: str, choices: Sequence[str]) -> str:
+    folded = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.5)
+    return f"; the nearest is {folded[close[0]]!r}" if close else ""
 
 
 def strict_options(cls: _Class) -> _Class:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -46,3 +47,22 @@ def test_warnings_point_at_the_line_that_called_the_library():
     with pytest.warns(sf.errors.ConvergenceWarning) as caught:
         ParallelDynamics(steps=40, warmup=0).steady_state(system, initial="ordered")
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("batch", "norm='batch' is not an option (choose from 'layer', 'rms', None)"),
+        (
+            "Layers",
+            "norm='Layers' is not an option; the nearest is 'layer' "
+            "(choose from 'layer', 'rms', None)",
+        ),
+    ],
+)
+def test_what_is_not_near_is_not_suggested(value, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sf.errors.check_choice("norm", value, ("layer", "rms"), optional=True)
+    with pytest.raises(ValueError, match=r"\(choose from 'layer', 'rms'\)$"):
+        sf.errors.check_choice("norm", value, ("layer", "rms"))
+    assert sf.errors.check_choice("norm", "rms", ("layer", "rms"), optional=True) == "rms"
