@@ -44,8 +44,10 @@ class Encoder(nn.Module):
     def __init__(self, block: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
         if not isinstance(block, nn.Module):
+            made = block.__name__ if isinstance(block, type) else "FreeEnergyBlock"
             raise TypeError(
-                f"block={block!r} is no module: make one first, Encoder(FreeEnergyBlock(64, 4), 2)"
+                f"block={block!r} is no module: make one first, "
+                f"Encoder({made}(64, 4), {num_layers})"
             )
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers!r} must be at least 1")

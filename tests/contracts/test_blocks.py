@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from spinformer.nn.encoder import Encoder
 from spinformer.nn.energy_descent import EnergyDescentBlock
+from spinformer.nn.energy_transformer import EnergyTransformerBlock
 from spinformer.nn.free_energy import FreeEnergyBlock
+from spinformer.nn.hopfield import HopfieldBlock
 from spinformer.nn.transformer import TransformerBlock
 
 D, H, B, N = 8, 2, 3, 5
@@ -40,6 +42,39 @@ FACTORIES: dict[str, Factory] = {
     "descent-memory": option(EnergyDescentBlock, rho="log1p", feedforward="memory", norm="rms"),
     "descent-tied": option(EnergyDescentBlock, rho="log2p", tied=True, steps=3, norm=None),
     "descent-network": option(EnergyDescentBlock, data_term="network", feedforward=False),
+    "descent-free": option(
+        EnergyDescentBlock, heads="free", data_term="zero", activation="soft_threshold"
+    ),
+    "descent-mlp": option(
+        EnergyDescentBlock, feedforward="network", feedforward_step=1.0, activation="softplus"
+    ),
+    "descent-numeric": option(EnergyDescentBlock, data_term=None, activation="monotone_gelu"),
+    "descent-sphere": option(
+        EnergyDescentBlock, normalizer="sphere", feedforward=False, activation=None, steps=2
+    ),
+    "descent-sphere-sum": option(
+        EnergyDescentBlock, normalizer="sphere", activation=None, algorithm="majorize_minimize"
+    ),
+    "descent-sum": option(
+        EnergyDescentBlock, algorithm="majorize_minimize", activation=None, steps=2
+    ),
+    "descent-sum-prox": option(
+        EnergyDescentBlock, heads="free", algorithm="majorize_minimize", activation="tanh", step=1.5
+    ),
+    "descent-gradient": option(EnergyDescentBlock, algorithm="gradient", step=0.1),
+    "descent-aim-gradient": option(EnergyDescentBlock, algorithm="aim_gradient", step=0.1),
+    "descent-backtracking": option(EnergyDescentBlock, algorithm="backtracking", steps=2),
+    "descent-backtracking-smooth": option(
+        EnergyDescentBlock, algorithm="backtracking", activation=None, tied=True, steps=2
+    ),
+    "hopfield": option(HopfieldBlock),
+    "hopfield-pure": option(HopfieldBlock, data_term=None, norm="rms", step=1.5, steps=2),
+    "hopfield-network": option(HopfieldBlock, data_term="network", tied=True),
+    "hopfield-stored": option(HopfieldBlock, num_patterns=6, steps=2, norm=None),
+    "energy-transformer": option(EnergyTransformerBlock, steps=2),
+    "energy-transformer-safe": option(
+        EnergyTransformerBlock, dim_feedforward=0, steps=2, step=0.5, safe=True
+    ),
     "mean-field": free_energy(),
     "mean-field-plain": free_energy(solver="plain", response="large_d", norm="rms"),
     "mean-field-mlp": free_energy(dim_feedforward=6, initial="learned", beta=0.5),
@@ -71,10 +106,23 @@ FACTORIES: dict[str, Factory] = {
     ),
 }
 
+BLOCKS = (
+    TransformerBlock,
+    EnergyDescentBlock,
+    HopfieldBlock,
+    EnergyTransformerBlock,
+    FreeEnergyBlock,
+)
+
 # Those that can be differentiated twice everywhere near a random point (no kink, no fused kernel).
 SMOOTH = (
     "transformer-written-out",
     "descent-smooth",
+    "descent-sphere",
+    "descent-sum",
+    "hopfield",
+    "hopfield-stored",
+    "energy-transformer-safe",
     "mean-field",
     "mean-field-written-out",
     "mean-field-mixed",
@@ -90,6 +138,15 @@ SMOOTH = (
 
 # Those that have no answer to an asymmetric mask over pairs, a causal one say, and refuse it.
 SYMMETRIC = (
+    "descent-sphere-sum",
+    "descent-sum",
+    "descent-sum-prox",
+    "descent-gradient",
+    "descent-aim-gradient",
+    "descent-backtracking",
+    "descent-backtracking-smooth",
+    "energy-transformer",
+    "energy-transformer-safe",
     "mean-field-linear",
     "mean-field-symmetric",
     "mean-field-tied",
@@ -104,6 +161,9 @@ SYMMETRIC = (
 
 # Those that have no pairs a mask could act on, and refuse all masks but padding.
 PADDING_ONLY = ("mean-field-linear",)
+
+# Those whose tokens don't see each other: they keep every mask that forbids it.
+ALONE = ("hopfield-stored",)
 
 masked_pairs = pytest.mark.parametrize("name", [n for n in FACTORIES if n not in PADDING_ONLY])
 
@@ -153,14 +213,14 @@ def test_unknown_option_names_the_nearest(factory):
         factory(batch_frist=True)
 
 
-@pytest.mark.parametrize("cls", [TransformerBlock, EnergyDescentBlock, FreeEnergyBlock])
+@pytest.mark.parametrize("cls", BLOCKS)
 def test_heads_divide_the_width(cls):
     with pytest.raises(ValueError, match=r"d_model=10.*nhead=3"):
         cls(10, 3)
 
 
 @pytest.mark.parametrize("nhead", [8, 4, 1])
-@pytest.mark.parametrize("cls", [TransformerBlock, EnergyDescentBlock, FreeEnergyBlock])
+@pytest.mark.parametrize("cls", BLOCKS)
 def test_narrow_heads(cls, nhead):
     assert cls(8, nhead)(tokens(dtype=torch.float32)).isfinite().all()
 
@@ -168,6 +228,13 @@ def test_narrow_heads(cls, nhead):
 def test_device_and_dtype(factory):
     block = factory(device="meta", dtype=torch.bfloat16)
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
+    assert {p.device.type for p in block.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("cls", BLOCKS)
+def test_made_without_memory(cls):
+    with torch.device("meta"):
+        block = cls(8, 2)
     assert {p.device.type for p in block.parameters()} == {"meta"}
 
 
@@ -338,7 +405,7 @@ def test_boolean_mask_is_minus_infinity(block, lowest):
     torch.testing.assert_close(block(x, src_mask=full, src_key_padding_mask=padding), expected)
 
 
-@masked_pairs
+@pytest.mark.parametrize("name", [n for n in FACTORIES if n not in (*PADDING_ONLY, *ALONE)])
 def test_finite_mask_is_a_bias(block):
     """Zero changes nothing, and a very negative entry approaches a blocked pair."""
     x = tokens()
@@ -356,8 +423,19 @@ def test_asymmetric_mask_is_refused_where_it_has_no_answer(block, causal):
     if causal:
         block(tokens(), is_causal=True)
         return
-    with pytest.raises(ValueError, match="mask.*'softmax'"):
+    with pytest.raises(ValueError, match="mask.*('softmax'|algorithm='aim')"):
         block(tokens(), is_causal=True)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_tokens_alone(block):
+    x = tokens()
+    apart = torch.stack([block(token) for token in x.flatten(0, 1).unsqueeze(1)]).view_as(x)
+    torch.testing.assert_close(block(x), apart)
+    torch.testing.assert_close(block(x, is_causal=True), apart)
+    torch.testing.assert_close(block(x, torch.zeros(N, N)), apart)
+    with pytest.raises(ValueError, match="Pass a boolean mask"):
+        block(x, -torch.rand(N, N))
 
 
 @pytest.mark.parametrize("name", PADDING_ONLY)
@@ -367,7 +445,7 @@ def test_mask_over_pairs_is_refused_where_there_are_none(block):
             block(tokens(), mask)
 
 
-@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in SYMMETRIC])
+@pytest.mark.parametrize("name", [n for n in FACTORIES if n not in (*SYMMETRIC, *ALONE)])
 def test_causal(block):
     x = tokens(N, D)
     jacobian = torch.autograd.functional.jacobian(lambda y: block(y, is_causal=True), x)

@@ -108,5 +108,11 @@ def test_errors():
         Encoder(TransformerBlock(8, 2), 0)
     with pytest.raises(ValueError, match="'gain' of Bare: give the block a method"):
         Encoder(Bare(), 2)
+    with pytest.raises(
+        TypeError, match=r"is no module: .* Encoder\(TransformerBlock\(64, 4\), 3\)"
+    ):
+        Encoder(TransformerBlock, 3)
+    with pytest.raises(TypeError, match=r"block='block' is no module: .*FreeEnergyBlock"):
+        Encoder("block", 3)
     with pytest.raises(TypeError, match="the nearest is 'num_layers'"):
         Encoder(TransformerBlock(8, 2), num_layer=2)

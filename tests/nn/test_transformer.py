@@ -76,7 +76,7 @@ def test_query_key_norm_bounds_the_logits():
 
 @pytest.mark.parametrize("options", [{"norm": "batch"}, {"activation": "tanh"}])
 def test_choices(options):
-    with pytest.raises(ValueError, match="is not an option; the nearest is"):
+    with pytest.raises(ValueError, match=r"is not an option \(choose from '"):
         TransformerBlock(8, 2, **options)
 
 
