@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import linprog
 
-from spinformer.diagnostics import rank_residual
+from spinformer.diagnostics import effective_rank, matrix_norm, rank_residual, residual
 
 NORMS = ["1,inf", "fro"]
 
@@ -268,3 +268,132 @@ class TestBadInput:
             rank_residual(draw(3, 2), torch.zeros(3))
         with pytest.raises(ValueError, match=r"mask has shape \(4,\).*\(3,\)"):
             rank_residual(draw(3, 2), torch.zeros(4, dtype=torch.bool))
+
+
+class TestResidual:
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_is_the_numerator(self, norm):
+        tokens = (
+            draw(3, 6, 4) * torch.tensor([1e-200, 1.0, 1e200], dtype=torch.float64)[:, None, None]
+        )
+        expected = rank_residual(tokens, norm=norm) * matrix_norm(tokens, norm)
+        torch.testing.assert_close(residual(tokens, norm=norm), expected, atol=0.0, rtol=1e-13)
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_scales_with_the_tokens_and_ignores_what_they_share(self, norm):
+        """By powers of two, which leave no rounding; the center 0 wins for none of these."""
+        tokens = draw(5, 4)
+        value = residual(tokens + 8.0, norm=norm)
+        assert residual(4.0 * (tokens + 8.0), norm=norm).equal(4.0 * value)
+        torch.testing.assert_close(residual(tokens + 64.0, norm=norm), value, rtol=1e-12, atol=0.0)
+
+    def test_masks_and_empty(self):
+        tokens = draw(2, 4, 3)
+        mask = torch.tensor([[False, False, True, False], [True] * 4])
+        tokens[mask] = math.nan
+        value = residual(tokens, mask)
+        assert value[0].equal(residual(tokens[0, [0, 1, 3]]))
+        assert value[1] == 0.0
+        assert residual(torch.zeros(2, 0, 3)).equal(torch.zeros(2))
+
+
+class TestMatrixNorm:
+    def test_is_no_norm(self):
+        """A column of ones beside a row of ones: n, where the triangle would allow 2 sqrt(n)."""
+        size = 400
+        column, row = torch.zeros(size, size), torch.zeros(size, size)
+        column[:, 0] = row[0] = 1.0
+        # Their sum has a 2 in the corner.
+        assert matrix_norm(column + row).item() == pytest.approx(size + 1.0)
+        assert (matrix_norm(column) + matrix_norm(row)).item() == pytest.approx(2.0 * size**0.5)
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_is_submultiplicative(self, norm):
+        left, right = draw(500, 4, 3), draw(500, 3, 5, seed=1)
+        product = matrix_norm(left @ right, norm)
+        assert (product <= matrix_norm(left, norm) * matrix_norm(right, norm) * (1 + 1e-12)).all()
+
+
+class TestEffectiveRank:
+    def test_equal_singular_values(self):
+        frame = torch.linalg.qr(draw(7, 4)).Q
+        assert effective_rank(frame).item() == pytest.approx(4.0, rel=1e-13)
+
+    def test_by_hand(self):
+        """Singular values 3 and 1: exp of the entropy of (3/4, 1/4)."""
+        expected = math.exp(0.75 * math.log(4.0 / 3.0) + 0.25 * math.log(4.0))
+        assert effective_rank(torch.diag(torch.tensor([3.0, -1.0]))).item() == pytest.approx(
+            expected, rel=1e-6
+        )
+
+    def test_between_one_and_the_rank(self):
+        for rank in (1, 2, 3):
+            tokens = draw(50, 8, rank, seed=rank) @ draw(50, rank, 6, seed=rank + 10)
+            value = effective_rank(tokens)
+            # Singular values that are zero up to 1e-16 weigh less than 1e-13.
+            assert (value >= 1.0 - 1e-12).all()
+            assert (value <= rank + 1e-12).all()
+
+    def test_rank_collapse(self):
+        tokens = draw(1, 5).expand(6, 5)
+        assert effective_rank(tokens).item() == pytest.approx(1.0, rel=1e-13)
+        assert effective_rank(tokens, centered=True).item() == 0.0
+        assert effective_rank(draw(1, 5), centered=True).item() == 0.0
+
+    def test_centered_is_that_of_the_residual(self):
+        tokens = draw(3, 6, 4) + 5.0
+        expected = effective_rank(tokens - tokens.mean(1, keepdim=True))
+        # The center has a singular value of rounding, 1e-15, in either.
+        torch.testing.assert_close(
+            effective_rank(tokens, centered=True), expected, rtol=1e-11, atol=0.0
+        )
+
+    @pytest.mark.parametrize("centered", [False, True])
+    def test_masks_scale_and_dtype(self, centered):
+        tokens = draw(2, 6, 3) + 1.0
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        mask[0, [0, 4]] = True
+        tokens[mask] = math.nan
+        value = effective_rank(tokens, mask, centered=centered)
+        alone = effective_rank(tokens[0, [1, 2, 3, 5]], centered=centered)
+        torch.testing.assert_close(value[0], alone, rtol=1e-13, atol=0.0)
+        torch.testing.assert_close(
+            effective_rank(1e200 * tokens, mask, centered=centered), value, rtol=1e-12, atol=0.0
+        )
+        half = effective_rank(tokens.bfloat16(), mask, centered=centered)
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(
+            half, effective_rank(tokens.bfloat16().float(), mask, centered=centered)
+        )
+
+    @pytest.mark.parametrize("centered", [False, True])
+    def test_limits(self, centered):
+        assert effective_rank(torch.zeros(2, 3, 4), centered=centered).eq(0.0).all()
+        for shape in ((2, 0, 3), (2, 3, 0), (0, 3, 4)):
+            value = effective_rank(torch.zeros(shape), centered=centered)
+            assert value.equal(torch.zeros(shape[:1]))
+        absent = torch.ones(1, 3, dtype=torch.bool)
+        assert effective_rank(torch.ones(1, 3, 2), absent, centered=centered).item() == 0.0
+
+    def test_not_finite_stays_where_it_is(self):
+        tokens = draw(3, 4, 2)
+        tokens[1, 0, 0], tokens[2, 0, 0] = math.nan, math.inf
+        tokens.requires_grad_()
+        value = effective_rank(tokens)
+        assert value[0].equal(effective_rank(tokens[0]))
+        assert value[1:].isnan().all()
+        (gradient,) = torch.autograd.grad(value[0], tokens)
+        assert gradient.isfinite().all()
+
+    @pytest.mark.parametrize("centered", [False, True])
+    def test_gradients(self, centered):
+        tokens = draw(2, 5, 3).requires_grad_()
+
+        def rank(x):
+            return effective_rank(x, centered=centered)
+
+        assert torch.autograd.gradcheck(rank, tokens)
+        assert torch.autograd.gradgradcheck(rank, tokens)
+        nothing = torch.zeros_like(tokens).requires_grad_()
+        (gradient,) = torch.autograd.grad(rank(nothing).sum(), nothing)
+        assert gradient.eq(0.0).all()
