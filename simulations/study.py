@@ -59,6 +59,10 @@ STUDIES: dict[str, str] = {
     "total_derivative": "simulations.total_derivative",
     "boltzmann": "simulations.boltzmann",
     "class_token": "simulations.class_token",
+    "aim": "simulations.aim",
+    "energy_by_layer": "simulations.energy_by_layer",
+    "rank_collapse": "simulations.rank_collapse",
+    "path_tasks": "simulations.path_tasks",
 }
 
 

