@@ -376,9 +376,12 @@ def test_capacity_solves_its_equation(dim, beta, scale, failure):
     M2 = scale**2 * (dim - 1)
     gap = M2 / (5 * capacity.base)
     required = (1 + math.log(2 * beta * M2) + 2 * capacity.log_count) / beta
-    # In the logarithm of N, a rounding of c counts (d - 1) / 4 times.
-    size = 1 + abs(math.log(2 * beta * M2)) + dim * abs(math.log(capacity.base)) + beta * gap
-    assert beta * abs(gap - required) < 1e-13 * size
+    # In the logarithm of N, a rounding of log c counts (d - 1) / 4 times; log c is log b minus the
+    # logarithm of W(e^a b), of which a (d - 1) / 2 and log b are summed before they may cancel.
+    parts = abs(math.log(capacity.base)) + abs(math.log(2 * beta * scale**2 / 5))
+    size = 1 + abs(math.log(2 * beta * M2)) + dim * parts + beta * gap
+    size += abs(math.log(2 * beta * M2 * failure))
+    assert beta * abs(gap - required) < 1e-14 * size
     # As printed: c >= (2 / sqrt(p))^(4 / (d - 1)).
     enough = math.log(capacity.base) - 4 / (dim - 1) * math.log(2 / math.sqrt(failure))
     spread = math.log(2 * beta * M2) + 2 * capacity.log_count
