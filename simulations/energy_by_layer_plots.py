@@ -17,7 +17,7 @@ _COLUMNS = {
     "paper": "as printed",
     "corrected": "same energy,\nstep of the sum",
     "data": "attention and\ndata term",
-    "free_energy": "free energy, one block repeated\n(dashed: stream of fields)",
+    "free_energy": "free energy of a block repeated\n(dashed: stream of magnetizations)",
 }
 _COLORS = {False: "#0072b2", True: "#d55e00"}
 _NAMES = {False: "without ReLU", True: "with ReLU"}
@@ -96,7 +96,7 @@ def _panel(axis: Axes, records: list[dict[str, Any]], variant: str, weights: str
         )
         axis.plot(layers + shift, curve["mean"], color=color, linewidth=1, marker="o", markersize=2)
         count = f"every step falls in {curve['all_fall']} of {curve['reviews']}"
-        dashed = _curve(records, variant, weights, relu, "field")
+        dashed = _curve(records, variant, weights, relu, "plain")
         if dashed is not None:
             axis.plot(layers + shift, dashed["mean"], color=color, linewidth=1, linestyle="--")
             count += f" (dashed {dashed['all_fall']})"
@@ -108,7 +108,7 @@ def _panel(axis: Axes, records: list[dict[str, Any]], variant: str, weights: str
             f"{_NAMES[relu]}: {count}",
             ha="center",
             transform=axis.transAxes,
-            fontsize=7.5,
+            fontsize=7,
             color=_COLORS[relu],
         )
 

@@ -197,7 +197,7 @@ def test_free_energy_is_that_of_each_layers_own_system() -> None:
     network = SpinNetwork(DIM, relu=False, tolerance=1e-10).double()
     x, absent = systems(2)
     with torch.no_grad():
-        (state, energy), *rest = network.along(x, absent, "plain")
+        (state, energy), *rest = network.along(x, absent, "field")
         _, report = network.block(state, src_key_padding_mask=absent, return_report=True)
     assert len(rest) == LAYERS - 1
     torch.testing.assert_close(rest[0][1], report.free_energy.sum(-1))
