@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 OnFailure = Literal["raise", "warn", "ignore"] | Callable[[str], None]
 
 _Class = TypeVar("_Class", bound=type)
+_Choice = TypeVar("_Choice", bound=str | None)
 _INSIDE = ("spinformer", "torch")
 
 
@@ -82,17 +83,18 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"{_suggestion(word, choices)} (choose from {known})"
 
 
-def check_choice(name: str, value: str, choices: Sequence[str], *, optional: bool = False) -> str:
+def check_choice(
+    name: str, value: _Choice, choices: Sequence[str], *, optional: bool = False
+) -> _Choice:
     """Return ``value`` if it is one of ``choices``; else ``ValueError`` names the nearest.
 
     Args:
         name: of the argument.
         value: what was passed.
         choices: at least one.
-        optional: whether the argument may be None too: the message then lists that. None itself is
-            the caller's to let through.
+        optional: whether None is a choice too.
     """
-    if value not in choices:
+    if value not in choices and not (optional and value is None):
         known = ", ".join([*map(repr, choices), *(["None"] if optional else [])])
         close = _suggestion(str(value), choices)
         raise ValueError(f"{name}={value!r} is not an option{close} (choose from {known})")

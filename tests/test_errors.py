@@ -66,3 +66,4 @@ def test_what_is_not_near_is_not_suggested(value, message):
     with pytest.raises(ValueError, match=r"\(choose from 'layer', 'rms'\)$"):
         sf.errors.check_choice("norm", value, ("layer", "rms"))
     assert sf.errors.check_choice("norm", "rms", ("layer", "rms"), optional=True) == "rms"
+    assert sf.errors.check_choice("norm", None, ("layer", "rms"), optional=True) is None

@@ -145,6 +145,12 @@ def test_import_adds_little_to_the_import_of_torch() -> None:
     assert min(times) <= 0.3, times
 
 
+def test_layers_load_without_scipy() -> None:
+    """Its import takes longer than all of this package's: whoever needs it loads it."""
+    code = "import sys, spinformer.nn; print('scipy' in sys.modules)"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "False"
+
+
 def test_version_is_the_same_everywhere(metadata: configparser.SectionProxy) -> None:
     version = metadata["version"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")

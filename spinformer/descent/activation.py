@@ -24,6 +24,7 @@ largest slopes, 1.1289 and 1.0998, leave the penalty weakly convex: sizes below 
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,7 +34,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import bernoulli
 from torch import Tensor
 
 from spinformer.errors import check_choice
@@ -148,6 +148,10 @@ class Activation(ABC):
                 convex, which happens where ``slopes[1]`` exceeds 1.
         """
         check_size(size, self.convexity)
+        return self.map(Y, size)
+
+    def map(self, Y: Tensor, size: float | Tensor) -> Tensor:
+        """:meth:`prox` without a look at the size, which is known to be right."""
         if not isinstance(size, Tensor) and size == 1:
             return self(Y)
         return self(self._preimage(Y, size))
@@ -214,8 +218,7 @@ class LeakyReLU(Activation):
     def _inverse(self, z: Tensor) -> Tensor:
         return torch.where(z < 0, z / self.slope, z) if self.slope > 0 else z
 
-    def prox(self, Y: Tensor, size: float | Tensor = 1.0) -> Tensor:
-        check_size(size)
+    def map(self, Y: Tensor, size: float | Tensor) -> Tensor:
         if self.slope == 0:
             return F.relu(Y)
         # 1 / (1 + size (1 / slope - 1)) without the division by a slope that may be tiny.
@@ -247,8 +250,7 @@ class SoftThreshold(Activation):
     def _inverse(self, z: Tensor) -> Tensor:
         return z + self.threshold * z.sign()
 
-    def prox(self, Y: Tensor, size: float | Tensor = 1.0) -> Tensor:
-        check_size(size)
+    def map(self, Y: Tensor, size: float | Tensor) -> Tensor:
         return _shrink(Y, size * self.threshold)
 
 
@@ -278,8 +280,7 @@ class HardTanh(Activation):
     def _inverse(self, z: Tensor) -> Tensor:
         return z
 
-    def prox(self, Y: Tensor, size: float | Tensor = 1.0) -> Tensor:
-        check_size(size)
+    def map(self, Y: Tensor, size: float | Tensor) -> Tensor:
         return self(Y)
 
 
@@ -467,7 +468,14 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-_BERNOULLI = bernoulli(24)[2::2]
+@functools.cache
+def _dilogarithm_series() -> tuple[float, ...]:
+    """``B_2k / (2k (2k + 1)!)`` for k from 12 down to 1."""
+    # Imported where it is needed: it takes longer to import than all of this package.
+    from scipy.special import bernoulli  # noqa: PLC0415
+
+    even = bernoulli(24)[2::2].tolist()
+    return tuple(even[k - 1] / (2 * k * math.factorial(2 * k + 1)) for k in range(12, 0, -1))
 
 
 def _dilogarithm(t: Tensor) -> Tensor:
@@ -475,8 +483,7 @@ def _dilogarithm(t: Tensor) -> Tensor:
     near = t.clamp_max(1.5)
     square = near.square()
     series = torch.zeros_like(t)
-    for k in range(len(_BERNOULLI), 0, -1):
-        factor = _BERNOULLI[k - 1] / (2 * k * math.factorial(2 * k + 1))
+    for factor in _dilogarithm_series():
         series = factor + square * series
     small = math.pi**2 / 6 + torch.xlogy(near, near) - near - square / 4 + near * square * series
     ratio = torch.exp(-t.clamp_min(1.5))

@@ -18,7 +18,7 @@ Backtracking        a step shortened until the energy falls enough        always
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,10 @@ __all__ = [
     "MajorizeMinimize",
     "ProximalAIM",
     "aligned",
+    "check_line_search",
+    "check_size",
     "rounding",
+    "shortened",
     "terms_of",
 ]
 
@@ -75,7 +78,7 @@ class Gradient(Algorithm):
     size: Size
 
     def __post_init__(self) -> None:
-        _check_size("size", self.size)
+        check_size("size", self.size)
 
     def step(self, energy: Energy, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         return check_tokens(Y, mask) - aligned(self.size) * energy.gradient(Y, mask)
@@ -96,7 +99,7 @@ class MajorizeMinimize(Algorithm):
     size: Size = 1.0
 
     def __post_init__(self) -> None:
-        _check_size("size", self.size)
+        check_size("size", self.size)
 
     def step(self, energy: Energy, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         return energy.step(Y, aligned(self.size), mask)
@@ -233,12 +236,8 @@ class Backtracking(Algorithm):
     on_failure: OnFailure = "raise"
 
     def __post_init__(self) -> None:
-        _check_size("size", self.size)
-        for name, value in (("shrink", self.shrink), ("sufficient", self.sufficient)):
-            if not 0 < value < 1:
-                raise ValueError(f"{name}={value} must lie between 0 and 1")
-        if self.trials < 1:
-            raise ValueError(f"trials={self.trials} must be at least 1")
+        check_size("size", self.size)
+        check_line_search(self.shrink, self.sufficient, self.trials)
         check_on_failure(self.on_failure)
 
     def step(self, energy: Energy, Y: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -264,16 +263,15 @@ class Backtracking(Algorithm):
         before = energy.energy(state, mask)
         slope = (gradient * direction).sum((-2, -1))
         finite = torch.isfinite(before) & torch.isfinite(slope)
-        size = torch.full_like(before, self.size)
-        searching = finite & (slope < 0)
-        for _ in range(self.trials):
-            if not searching.any():
-                break
+
+        def fell(size: Tensor) -> Tensor:
             after = energy.energy(state + size[..., None, None] * direction, mask)
             # Strictly: where s is so short that nothing changes, nothing has fallen.
-            enough = (after <= before + self.sufficient * size * slope) & (after < before)
-            searching = searching & ~enough
-            size = torch.where(searching, size * self.shrink, size)
+            return (after <= before + self.sufficient * size * slope) & (after < before)
+
+        size, searching = shortened(
+            torch.full_like(before, self.size), finite & (slope < 0), fell, self.shrink, self.trials
+        )
         stays = searching | ~finite | (slope >= 0)
         steep = self.size * slope.abs() > rounding(before.unsqueeze(0), state)
         failed = finite & steep & (searching | (slope > 0))
@@ -287,6 +285,33 @@ class Backtracking(Algorithm):
                 "the energy's gradient is its derivative, or allow more trials",
             )
         return torch.where(stays, torch.zeros_like(size), size)
+
+
+def shortened(
+    size: Tensor,
+    searching: Tensor,
+    fell: Callable[[Tensor], Tensor],
+    shrink: float,
+    trials: int,
+) -> tuple[Tensor, Tensor]:
+    """Sizes of systems ``(...)``, multiplied by ``shrink`` until ``fell(size)``, each on its own.
+
+    Args:
+        size: the first.
+        searching: which systems look for one.
+        fell: whether the energy of each has fallen enough at these sizes.
+        shrink: between 0 and 1.
+        trials: how many sizes are tried at most.
+
+    Returns:
+        the sizes, and which systems have found none.
+    """
+    for _ in range(trials):
+        if not searching.any():
+            break
+        searching = searching & ~fell(size)
+        size = torch.where(searching, size * shrink, size)
+    return size, searching
 
 
 def terms_of(energy: Energy) -> tuple[Energy, ...]:
@@ -311,10 +336,20 @@ def aligned(size: Size) -> Size:
 
 def _check_sizes(sizes: Size | Sequence[Size]) -> None:
     for size in sizes if isinstance(sizes, Sequence) else (sizes,):
-        _check_size("sizes", size)
+        check_size("sizes", size)
 
 
-def _check_size(name: str, size: Size) -> None:
+def check_line_search(shrink: float, sufficient: float, trials: int) -> None:
+    """Raise ``ValueError`` unless the numbers of a line search are in their ranges."""
+    for name, value in (("shrink", shrink), ("sufficient", sufficient)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name}={value} must lie between 0 and 1")
+    if trials < 1:
+        raise ValueError(f"trials={trials} must be at least 1")
+
+
+def check_size(name: str, size: Size) -> None:
+    """Raise ``ValueError`` unless the size, or that of every system, is positive."""
     positive = bool((size > 0).all()) if isinstance(size, Tensor) else size > 0
     if not positive:
         raise ValueError(f"{name}={size} must be positive")

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spinformer.descent.attention import row_softmax
 from spinformer.descent.energy import Energy, check_tokens, clear, reciprocal
 from spinformer.descent.pairwise import PairwiseEnergy
 from spinformer.descent.rho import Rho, as_rho
@@ -313,12 +314,9 @@ class AsymmetricAttention:
         scores = queries @ keys.mT
         if self.reweight:
             scores = scores - (queries * keys).sum(-1).unsqueeze(-2) / 2
-        if mask is None:
-            return scores.softmax(-1)
-        scores = scores.masked_fill(mask.unsqueeze(-2), -torch.inf)
-        # A system without tokens has no softmax.
-        scores = scores.masked_fill(mask.all(-1)[..., None, None], 0.0)
-        return clear(scores.softmax(-1), mask)
+        if mask is not None:
+            scores = scores.masked_fill(mask.unsqueeze(-2), -torch.inf)
+        return clear(row_softmax(scores, full=mask is None), mask)
 
     def increment(self, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         """``G(Y)``, ``(..., N, d)``."""

@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 
 from spinformer.descent.activation import Activation
-from spinformer.descent.algorithms import Algorithm
+from spinformer.descent.algorithms import (
+    Algorithm,
+    check_line_search,
+    check_size,
+    shortened,
+)
 from spinformer.descent.energy import Energy, clear
-from spinformer.descent.proximal import Proximal, as_prox
+from spinformer.descent.proximal import Proximal, as_prox, penalty_of
 
-__all__ = ["ProximalBacktracking", "ProximalGradient", "SphereStep", "penalty_of"]
+__all__ = ["ProximalBacktracking", "ProximalGradient", "SphereStep"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,7 @@ class ProximalBacktracking(Algorithm):
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.penalty)
-        for name, value in (("shrink", self.shrink), ("sufficient", self.sufficient)):
-            if not 0 < value < 1:
-                raise ValueError(f"{name}={value} must lie between 0 and 1")
-        if self.trials < 1:
-            raise ValueError(f"trials={self.trials} must be at least 1")
+        check_line_search(self.shrink, self.sufficient, self.trials)
 
     @property
     def penalty(self) -> Proximal:
@@ -128,18 +129,17 @@ class ProximalBacktracking(Algorithm):
     ) -> Tensor:
         """s of each system, ``(...)``; 0 where it stays."""
         before = energy.energy(state, mask) + penalty_of(self.penalty, state, mask)
-        size = torch.full_like(before, self.size)
-        searching = ~before.isnan()
-        for _ in range(self.trials):
-            if not searching.any():
-                break
+
+        def fell(size: Tensor) -> Tensor:
             moved = _move(state, slope, metric, self.penalty, size[..., None, None], mask)
             after = energy.energy(moved, mask) + penalty_of(self.penalty, moved, mask)
             length = (metric * (moved - state).square()).sum((-2, -1))
-            enough = after <= before - self.sufficient / (2 * size) * length
             # Strictly: where s is so short that nothing changes, nothing has fallen.
-            searching = searching & ~(enough & (after < before))
-            size = torch.where(searching, size * self.shrink, size)
+            return (after <= before - self.sufficient / (2 * size) * length) & (after < before)
+
+        size, searching = shortened(
+            torch.full_like(before, self.size), ~before.isnan(), fell, self.shrink, self.trials
+        )
         return size.masked_fill(searching | before.isnan(), 0.0)
 
 
@@ -157,7 +157,7 @@ class SphereStep(Algorithm):
     size: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_size(self.size)
+        check_size("size", self.size)
 
     def step(self, energy: Energy, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         return energy.sphere_step(Y, None, mask, size=self.size)
@@ -166,20 +166,14 @@ class SphereStep(Algorithm):
         return torch.as_tensor(self.size <= energy.step_bound() / 2)
 
 
-def _check_size(size: float, weighed: Proximal | None = None) -> None:
+def _check_size(size: float, weighed: Proximal | None) -> None:
     """``weighed`` is a penalty whose proximal map is taken in the metric of tokens."""
-    if not size > 0:
-        raise ValueError(f"size={size} must be positive")
+    check_size("size", size)
     if weighed is not None and weighed.convexity < 0 and size > 3:
         raise ValueError(
             f"size={size} must be at most 3 where the penalty is weakly convex: beyond, the step "
             "may have several minima"
         )
-
-
-def penalty_of(prox: Proximal, Y: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The penalty of each system, ``(...)``; infinite outside the domain."""
-    return clear(prox.value(Y), mask).sum((-2, -1))
 
 
 def _metric(energy: Energy, state: Tensor, prox: Proximal, mask: Tensor | None) -> Tensor:

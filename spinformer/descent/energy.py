@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from spinformer.spins.couplings.entries import clear
+
 __all__ = [
     "Energy",
     "SumEnergy",
@@ -225,11 +227,6 @@ def _fits(mask: torch.Size, tokens: torch.Size) -> bool:
         one == other or 1 in (one, other)
         for one, other in zip(mask[::-1], tokens[::-1], strict=False)
     )
-
-
-def clear(Y: Tensor, mask: Tensor | None) -> Tensor:
-    """``Y`` with zero where there is no token."""
-    return Y if mask is None else Y.masked_fill(mask.unsqueeze(-1), 0.0)
 
 
 def onto_sphere(direction: Tensor, state: Tensor, radius: float | Tensor | None) -> Tensor:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spinformer.descent.algorithms import Algorithm
+from spinformer.descent.attention import along, from_heads, row_log_sum, row_softmax, to_heads
 from spinformer.descent.energy import Energy, check_tokens, clear, reciprocal
-from spinformer.descent.hopfield import along, row_log_sum, row_softmax
 
 __all__ = [
     "EnergyAttention",
@@ -104,7 +104,7 @@ class EnergyAttention(Energy):
         state = self._tokens(Y, mask)
         queries, keys = self._project(state)
         weights = row_softmax(self._logits(queries, keys, mask), self._full(state, mask))
-        return _merge(weights @ keys, self.query), _merge(weights.mT @ queries, self.key)
+        return from_heads(weights @ keys, self.query), from_heads(weights.mT @ queries, self.key)
 
     def curvature(self, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         weights = self.attention(Y, mask)
@@ -131,7 +131,7 @@ class EnergyAttention(Energy):
         return check_tokens(Y, mask, self.query.shape[-2], self.query.dtype)
 
     def _project(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _heads(state, self.query), _heads(state, self.key)
+        return to_heads(state, self.query), to_heads(state, self.key)
 
     def _full(self, state: Tensor, mask: Tensor | None) -> bool:
         """Whether every token is known to have somebody to attend to."""
@@ -402,16 +402,6 @@ class EnergyTransformerStep(Algorithm):
 
     def guaranteed(self, energy: Energy, count: int) -> Tensor:
         return torch.tensor(self.safe)
-
-
-def _heads(state: Tensor, weights: Tensor) -> Tensor:
-    """``Y W_h``, ``(..., H, N, d_k)``."""
-    return torch.einsum("...nd,hdk->...hnk", state, weights)
-
-
-def _merge(local: Tensor, weights: Tensor) -> Tensor:
-    """``sum_h U_h W_h^T``, ``(..., N, d)``."""
-    return torch.einsum("...hnk,hdk->...nd", local, weights)
 
 
 def _center(x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.special import wrightomega
 from torch import Tensor
 
+from spinformer.descent.attention import along, row_log_sum, row_softmax
 from spinformer.descent.energy import Energy, check_tokens, clear
 
 __all__ = [
@@ -150,41 +150,6 @@ class HopfieldEnergy(Energy):
 
     def _radius(self) -> Tensor:
         return _largest_norm(self.patterns)
-
-
-def along(graph: Tensor, logits: Tensor) -> Tensor:
-    """Logits times what the graph allows, -inf where that is nothing.
-
-    Args:
-        graph: boolean, or non-negative weights of the exponentials. One that is 0 gets no gradient.
-        logits: what it is broadcastable to.
-    """
-    if graph.dtype == torch.bool:
-        return logits.masked_fill(~graph, -torch.inf)
-    cut = graph == 0
-    return (logits + graph.masked_fill(cut, 1).log()).masked_fill(cut, -torch.inf)
-
-
-def row_softmax(logits: Tensor, full: bool) -> Tensor:
-    """The softmax of each row; 0 where all of a row is -inf, which ``full`` says none is."""
-    if full:
-        return logits.softmax(-1)
-    nothing = _nothing(logits)
-    # A finite row, which is then replaced: that of nothing has no derivative.
-    return logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-
-
-def row_log_sum(logits: Tensor, full: bool) -> Tensor:
-    """The log-sum-exp of each row; 0 where all of a row is -inf, which ``full`` says none is."""
-    if full:
-        return logits.logsumexp(-1)
-    nothing = _nothing(logits)
-    total = logits.masked_fill(nothing, 0.0).logsumexp(-1)
-    return total.masked_fill(nothing.squeeze(-1), 0.0)
-
-
-def _nothing(logits: Tensor) -> Tensor:
-    return (logits == -torch.inf).all(-1, keepdim=True)
 
 
 def separation(patterns: Tensor, pattern_mask: Tensor | None = None) -> Tensor:
@@ -393,6 +358,9 @@ def storage_capacity(
         raise ValueError(f"failure={failure!r} is a probability: it must be in (0, 1]")
     a = 2 / (dim - 1) * (1 + math.log(2 * beta * scale**2 * failure * (dim - 1)))
     b = 2 * scale**2 * beta / 5
+    # Imported where it is needed: it takes longer to import than all of this package.
+    from scipy.special import wrightomega  # noqa: PLC0415
+
     # The Wright function is W_0 of an exponential, and does not overflow with it.
     base = b / float(wrightomega(a + math.log(b)))
     log_count = math.log(failure) / 2 + (dim - 1) / 4 * math.log(base)

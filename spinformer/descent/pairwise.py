@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spinformer.descent.attention import along, columns, from_heads, row_softmax, to_heads
 from spinformer.descent.energy import (
     Energy,
     check_data_weight,
@@ -185,7 +186,7 @@ class PairwiseEnergy(Energy):
             # One graph a head: the most connected bounds them all.
             spread = spread.amax(-1) if spread.dim() else spread
         if self.weights is not None:
-            spread = spread * torch.linalg.matrix_norm(_columns(self.weights), ord=2).square()
+            spread = spread * torch.linalg.matrix_norm(columns(self.weights), ord=2).square()
         lower, upper = self.rho.bounds(2 * spread)
         return lower + self.data_weight, upper + self.data_weight
 
@@ -258,9 +259,9 @@ class PairwiseEnergy(Energy):
         if self.weights is None:
             return onto_sphere(moved, state, radius)
         frames = _frames(self.weights)
-        parts = _project(moved, frames)
-        renormalized = onto_sphere(parts, _project(state, frames), radius)
-        return moved + _back(renormalized - parts, frames)
+        parts = to_heads(moved, frames)
+        renormalized = onto_sphere(parts, to_heads(state, frames), radius)
+        return moved + from_heads(renormalized - parts, frames)
 
     def plain_softmax_step(
         self, Y: Tensor, size: float | Tensor = 1.0, mask: Tensor | None = None
@@ -291,17 +292,17 @@ class PairwiseEnergy(Energy):
         projected = self._project(state)
         logits = projected @ projected.mT
         bonds = _weigh(torch.ones_like(logits), mask, self.graph)
-        cut = bonds == 0
-        alone = cut.all(-1, keepdim=True)
-        logits = logits + bonds.masked_fill(cut, 1.0).log()
-        attention = logits.masked_fill(cut & ~alone, -torch.inf).softmax(-1)
+        alone = (bonds == 0).all(-1, keepdim=True)
+        attention = row_softmax(along(bonds, logits), full=False)
         if self.weights is None or self._whole:
             tokens = state.unsqueeze(-3)
             increment: Tensor = (attention @ tokens - tokens).masked_fill(alone, 0.0)
             return state + size * increment.squeeze(-3)
         frames = _frames(self.weights)
-        parts = _project(state, frames)
-        return state + size * _back((attention @ parts - parts).masked_fill(alone, 0.0), frames)
+        parts = to_heads(state, frames)
+        return state + size * from_heads(
+            (attention @ parts - parts).masked_fill(alone, 0.0), frames
+        )
 
     @property
     def _whole(self) -> bool:
@@ -331,12 +332,12 @@ class PairwiseEnergy(Energy):
         if pull is None:
             return -self._back(slope * reciprocal(diagonal))
         frames = self.weights / scales
-        seen = _project(pull, frames)
+        seen = to_heads(pull, frames)
         local = (scales * slope + strength * seen) * reciprocal(diagonal)
-        increment = -_back(local, frames)
+        increment = -from_heads(local, frames)
         if frames.shape[0] * frames.shape[-1] < frames.shape[-2]:
             # What no head sees feels the data term alone, whose minimum is one step away.
-            increment = increment - (pull - _back(seen, frames))
+            increment = increment - (pull - from_heads(seen, frames))
         return increment
 
     def _single(self, kernel: Kernel, state: Tensor, pull: Tensor | None, weight: Tensor) -> Tensor:
@@ -371,7 +372,7 @@ class PairwiseEnergy(Energy):
             # As below, without a decomposition, whose second derivative equal norms would spoil.
             return (kernel.degree * _squared_scales(self.weights)[:, None]).amax(-2)
         norms = torch.linalg.matrix_norm(self.weights, ord=2)
-        joint = _columns(self.weights * reciprocal(norms)[:, None, None])
+        joint = columns(self.weights * reciprocal(norms)[:, None, None])
         overlap = torch.linalg.matrix_norm(joint, ord=2).square()
         curvature = kernel.degree * norms.square()[:, None]
         return torch.minimum(curvature.sum(-2), overlap * curvature.amax(-2))
@@ -400,10 +401,10 @@ class PairwiseEnergy(Energy):
         return check_tokens(Y, mask, self.weights.shape[-2], self.weights.dtype)
 
     def _project(self, state: Tensor) -> Tensor:
-        return state.unsqueeze(-3) if self.weights is None else _project(state, self.weights)
+        return state.unsqueeze(-3) if self.weights is None else to_heads(state, self.weights)
 
     def _back(self, local: Tensor) -> Tensor:
-        return local.squeeze(-3) if self.weights is None else _back(local, self.weights)
+        return local.squeeze(-3) if self.weights is None else from_heads(local, self.weights)
 
     def _displacement(self, state: Tensor, mask: Tensor | None) -> Tensor | None:
         """``Y - X``; None without a data term, so that its arithmetic is not done."""
@@ -445,23 +446,6 @@ def _squared_scales(weights: Tensor) -> Tensor:
 def _frames(weights: Tensor) -> Tensor:
     """``Q_h`` of orthonormal heads ``W_h = s_h Q_h``."""
     return weights / _squared_scales(weights).sqrt()[:, None, None]
-
-
-def _columns(weights: Tensor) -> Tensor:
-    """``[W_1 ... W_H]``, ``(d, H d_h)``."""
-    return weights.permute(1, 0, 2).flatten(1)
-
-
-def _project(state: Tensor, weights: Tensor) -> Tensor:
-    """``Y W_h`` of every head, ``(..., H, N, d_h)``, as one product."""
-    heads, _, width = weights.shape
-    local: Tensor = (state @ _columns(weights)).unflatten(-1, (heads, width))
-    return local.transpose(-3, -2)
-
-
-def _back(local: Tensor, weights: Tensor) -> Tensor:
-    """``sum_h U_h W_h^T``, ``(..., N, d)``, as one product."""
-    return local.transpose(-3, -2).flatten(-2) @ _columns(weights).mT
 
 
 def _absent_pairs(mask: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from spinformer.descent.activation import (
     diagonal_adjoint,
     increasing_root,
 )
+from spinformer.descent.energy import clear
 from spinformer.errors import check_choice
 from spinformer.solve.implicit import implicit
 
-__all__ = ["PROXES", "Proximal", "as_prox", "prox_nonnegative"]
+__all__ = ["PROXES", "Proximal", "as_prox", "penalty_of", "prox_nonnegative"]
 
 # How far beside a minimum the slopes are compared, to see whether it lies at a kink.
 _ROUNDINGS = 128
@@ -79,7 +80,7 @@ class Proximal:
     @classmethod
     def from_activation(cls, activation: Activation) -> Proximal:
         """The penalty whose map at size 1 is the activation."""
-        return cls(activation.penalty, activation.prox, activation.convexity)
+        return cls(activation.penalty, activation.map, activation.convexity)
 
     @classmethod
     def from_penalty(
@@ -121,6 +122,11 @@ class Proximal:
         solve = functools.partial(_minimize, penalty, lower, upper, convexity, tuple(parameters))
         value = functools.partial(_restrict, penalty, lower, upper, tuple(parameters))
         return cls(value, solve, convexity)
+
+
+def penalty_of(prox: Proximal, Y: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The penalty of each system, ``(...)``; infinite outside the domain."""
+    return clear(prox.value(Y), mask).sum((-2, -1))
 
 
 def _restrict(

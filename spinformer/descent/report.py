@@ -26,7 +26,7 @@ from spinformer.descent.guarantees import (
     proximal_deficit,
     proximal_kappa,
 )
-from spinformer.descent.proximal import Proximal
+from spinformer.descent.proximal import Proximal, penalty_of
 
 __all__ = ["Constants", "DescentReport", "Verdict", "descend", "monitor"]
 
@@ -330,7 +330,7 @@ class _Books:
     def record(self, state: Tensor) -> None:
         terms = [term.energy(state, self.mask) for term in terms_of(self.model)]
         if self.penalty is not None:
-            terms.append(clear(self.penalty.value(state), self.mask).sum((-2, -1)))
+            terms.append(penalty_of(self.penalty, state, self.mask))
         self.terms.append(_stacked(terms))
         if self.keep_states:
             self.states.append(state.expand(*self.terms[-1].shape[1:], *state.shape[-2:]))

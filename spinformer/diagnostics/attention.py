@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spinformer.diagnostics.layer import VARIANTS, Variant, clear_tokens
+from spinformer.descent.energy import clear
+from spinformer.diagnostics.layer import VARIANTS, Variant
 from spinformer.diagnostics.models import attention_layers, described
 from spinformer.diagnostics.rank import Norm, check_mask, rank_residual, residual
 from spinformer.errors import check_choice
@@ -157,13 +158,13 @@ def first_tokens(
         with torch.no_grad():
             own = layers[0](x, "full", mask, src_mask)
             _check_description(model, own, after, mask)
-    return clear_tokens(x, mask), mask
+    return clear(x, mask), mask
 
 
 def _check_description(model: nn.Module, own: Tensor, after: Tensor, mask: Tensor | None) -> None:
     """Raise where the first layer of the model gives something else than its description."""
     size = after.abs().amax()
-    error = clear_tokens(own - after, mask).abs().amax()
+    error = clear(own - after, mask).abs().amax()
     # Two orders of the same sums differ by a few eps, and lower precisions inside by more.
     if error > torch.finfo(after.dtype).eps ** 0.4 * size:
         raise ValueError(

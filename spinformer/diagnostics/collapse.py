@@ -66,8 +66,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from spinformer.descent.attention import from_heads, to_heads
 from spinformer.diagnostics.attention import first_tokens, hidden_states
-from spinformer.diagnostics.layer import AttentionLayer, FeedForward, join, project
+from spinformer.diagnostics.layer import AttentionLayer, FeedForward
 from spinformer.diagnostics.models import attention_layers
 from spinformer.diagnostics.rank import Norm, matrix_norm, residual
 from spinformer.errors import check_choice
@@ -313,7 +314,7 @@ def _attend_apart(
     scale = log_scale.exp()[..., None, None, None]
     square = scale.square()
     here = apart.unsqueeze(-3)
-    keys = project(apart, layer.key)
+    keys = to_heads(apart, layer.key)
     query = common.unsqueeze(-3) @ layer.query
     if layer.query_bias is not None:
         query = query + layer.query_bias.unsqueeze(-2)
@@ -325,7 +326,7 @@ def _attend_apart(
     alike = shared.softmax(-1)
 
     # In units of the square of the scale, which may be zero.
-    logits = (layer.scale * (project(apart, layer.query) @ keys.mT)).masked_fill(absent, 0.0)
+    logits = (layer.scale * (to_heads(apart, layer.query) @ keys.mT)).masked_fill(absent, 0.0)
     highest = logits.masked_fill(absent, -torch.inf).amax(-1, keepdim=True).masked_fill(empty, 0.0)
     lowest = logits.masked_fill(absent, torch.inf).amin(-1, keepdim=True).masked_fill(empty, 0.0)
     width = square * (highest - lowest)
@@ -340,12 +341,12 @@ def _attend_apart(
     full = (shared + square * logits).masked_fill(absent & ~empty, -torch.inf).softmax(-1)
     difference = torch.where(width < 1.0, near, (full - alike) / unit)
 
-    moved = join(difference @ project(apart, layer.value), layer.output)
+    moved = from_heads(difference @ to_heads(apart, layer.value), layer.output.mT)
     moved = moved.masked_fill(~present.unsqueeze(-1), 0.0)
     values = (common.unsqueeze(-3) + scale * (alike @ here)) @ layer.value
     if layer.value_bias is not None:
         values = values + layer.value_bias.unsqueeze(-2)
-    together = join(values, layer.output)
+    together = from_heads(values, layer.output.mT)
     if layer.output_bias is not None:
         together = together + layer.output_bias
     rows = width.squeeze(-1).masked_fill(~present.unsqueeze(-2), 0.0)

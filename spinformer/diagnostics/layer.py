@@ -25,6 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spinformer.descent.attention import from_heads, row_softmax, to_heads
+from spinformer.descent.energy import clear
 from spinformer.errors import check_choice
 
 __all__ = ["AttentionLayer", "FeedForward", "Normalization", "Variant"]
@@ -200,9 +202,9 @@ class AttentionLayer:
                 hear token j; finite entries are added to the logits. A token that hears no other
                 has a row of zeros.
         """
-        plain = project(x, self.query)
+        plain = to_heads(x, self.query)
         queries = _plus_heads(plain, self.query_bias)
-        keys = _plus_heads(project(x, self.key), self.key_bias)
+        keys = _plus_heads(to_heads(x, self.key), self.key_bias)
         if self.query_norm is not None:
             queries = self.query_norm(queries)
         if self.key_norm is not None:
@@ -213,23 +215,20 @@ class AttentionLayer:
         if src_mask is not None and src_mask.dtype != torch.bool:
             logits = logits + src_mask
             src_mask = src_mask == -torch.inf
-        blocked = src_mask
+        if src_mask is not None:
+            logits = logits.masked_fill(src_mask, -torch.inf)
         if mask is not None:
-            absent = mask[..., None, None, :]
-            blocked = absent if blocked is None else absent | blocked
-        if blocked is None:
-            return logits.softmax(-1)
-        # A softmax over nothing is NaN, and so is its gradient: such rows are opened, then cleared.
-        silent = blocked.all(-1, keepdim=True)
-        logits = logits.masked_fill(blocked, -torch.inf).masked_fill(silent, 0.0)
-        return logits.softmax(-1).masked_fill(silent, 0.0)
+            logits = logits.masked_fill(mask[..., None, None, :], -torch.inf)
+        return row_softmax(logits, full=src_mask is None and mask is None)
 
     def attend(
         self, x: Tensor, mask: Tensor | None = None, src_mask: Tensor | None = None
     ) -> Tensor:
         """``A(x)``, ``(..., n, d)``; the arguments are those of :meth:`weights`."""
-        values = _plus_heads(project(x, self.value), self.value_bias)
-        return _plus(join(self.weights(x, mask, src_mask) @ values, self.output), self.output_bias)
+        values = _plus_heads(to_heads(x, self.value), self.value_bias)
+        return _plus(
+            from_heads(self.weights(x, mask, src_mask) @ values, self.output.mT), self.output_bias
+        )
 
     def __call__(
         self,
@@ -250,7 +249,7 @@ class AttentionLayer:
             norms: whether N1 and N2 are applied; None: in all variants but ``"attention"``.
         """
         skip, mlp, norms = kept_parts(variant, norms)
-        x = clear_tokens(x, mask)
+        x = clear(x, mask)
 
         def attend(tokens: Tensor) -> Tensor:
             return self.attend(tokens, mask, src_mask)
@@ -258,7 +257,7 @@ class AttentionLayer:
         x = self._sublayer(x, attend, self.attention_norm if norms else None, skip)
         if mlp and self.mlp is not None:
             x = self._sublayer(x, self.mlp, self.mlp_norm if norms else None, skip)
-        return clear_tokens(x, mask)
+        return clear(x, mask)
 
     def _sublayer(
         self,
@@ -274,20 +273,6 @@ class AttentionLayer:
         return norm(x + branch(x) if skip else branch(x))
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """``x W_h`` of every head: ``(..., n, d)`` and ``(H, d, k)`` to ``(..., H, n, k)``.
-
-    One product, not one a head, for which x would be copied H times.
-    """
-    wide = x @ weight.movedim(0, 1).flatten(1)
-    return wide.unflatten(-1, (weight.shape[0], -1)).transpose(-3, -2)
-
-
-def join(mixed: Tensor, weight: Tensor) -> Tensor:
-    """``sum_h x_h W_h``: ``(..., H, n, k)`` and ``(H, k, d)`` to ``(..., n, d)``, one product."""
-    return mixed.transpose(-3, -2).flatten(-2) @ weight.flatten(0, 1)
-
-
 def kept_parts(variant: Variant, norms: bool | None) -> tuple[bool, bool, bool]:
     """Whether skips, MLP and norms are kept."""
     check_choice("variant", variant, VARIANTS)
@@ -301,7 +286,3 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plus_heads(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.unsqueeze(-2)
-
-
-def clear_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else x.masked_fill(mask.unsqueeze(-1), 0.0)

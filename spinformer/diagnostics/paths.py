@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spinformer.descent.attention import from_heads, to_heads
 from spinformer.diagnostics.attention import first_tokens
-from spinformer.diagnostics.layer import AttentionLayer, Variant, join, kept_parts, project
+from spinformer.diagnostics.layer import AttentionLayer, Variant, kept_parts
 from spinformer.diagnostics.models import attention_layers
 from spinformer.diagnostics.rank import Norm, rank_residual, residual
 
@@ -54,15 +55,15 @@ class _Frozen:
 
     def branches(self, x: Tensor) -> Tensor:
         """What each head makes of ``x``, ``(H, ..., n, d)``, without biases."""
-        values = project(self._read(x), self.layer.value)
+        values = to_heads(self._read(x), self.layer.value)
         return ((self.weights @ values) @ self.layer.output).movedim(-3, 0)
 
     def heads(self, x: Tensor, affine: bool = False) -> Tensor:
         """The sum of all heads, ``(..., n, d)``, with their biases if ``affine``."""
-        values = project(self._read(x, affine), self.layer.value)
+        values = to_heads(self._read(x, affine), self.layer.value)
         if affine and self.layer.value_bias is not None:
             values = values + self.layer.value_bias.unsqueeze(-2)
-        mixed = join(self.weights @ values, self.layer.output)
+        mixed = from_heads(self.weights @ values, self.layer.output.mT)
         if affine and self.layer.output_bias is not None:
             return mixed + self.layer.output_bias
         return mixed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spinformer.descent.algorithms import Algorithm
 from spinformer.descent.energy import Energy, clear
-from spinformer.descent.report import DescentReport, monitor
+from spinformer.descent.report import DescentReport, descend
 from spinformer.errors import check_choice
 from spinformer.nn.encoder import Encoder
 from spinformer.nn.layers import make_norm
@@ -276,18 +276,16 @@ class DescentBlock(nn.Module):
                 f"steps={self.num_steps} with tied=False: each step descends an energy of its own. "
                 "Use tied=True or steps=1; return_report=True has the energies around each step"
             )
-        absent = problem.masks.absent
         with torch.autocast(problem.state.device.type, enabled=False):
             move = self._move(0, problem)
-
-            def states() -> Iterator[Tensor]:
-                state = problem.state
-                yield state
-                for _ in range(steps):
-                    state = move.step(state, absent)
-                    yield state
-
-            return monitor(states(), move.energy, move.algorithm, absent, keep_states=keep_states)
+            return descend(
+                move.energy,
+                problem.state,
+                move.algorithm,
+                steps,
+                problem.masks.absent,
+                keep_states=keep_states,
+            )
 
     def _moves(self, problem: Problem, steps: int) -> Iterator[Move]:
         """The steps; what they share is computed once."""
@@ -404,7 +402,6 @@ def check_size(name: str, size: float, bound: float = 2.0) -> float:
 
 def check_data_term(data_term: str | None, choices: tuple[str, ...], weight: float) -> None:
     """Raise unless the data term exists and its weight is positive."""
-    if data_term is not None:
-        check_choice("data_term", data_term, choices, optional=True)
+    check_choice("data_term", data_term, choices, optional=True)
     if not weight > 0:
         raise ValueError(f"data_weight={weight!r} must be positive; data_term=None has none")

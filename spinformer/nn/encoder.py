@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from spinformer.errors import strict_options
 from spinformer.nn.masks import absent_tokens
 from spinformer.nn.report import BlockReport
+from spinformer.spins.couplings.entries import clear
 
 __all__ = ["Encoder"]
 
@@ -84,7 +85,7 @@ class Encoder(nn.Module):
         last: Any = self.layers[-1]
         if hasattr(first, "embed"):
             # Cleared first: a NaN that is absent must not reach the gradient of the embedding.
-            x = first.embed(_clear(x, absent))
+            x = first.embed(clear(x, absent))
         options: dict[str, Any] = {}
         if getattr(first, "needs_source", False):
             options["source"] = x
@@ -103,14 +104,10 @@ class Encoder(nn.Module):
                 x, report = x
                 reports.append(report)
         if hasattr(last, "readout"):
-            x = _clear(last.readout(x), absent)
+            x = clear(last.readout(x), absent)
         if self.norm is not None:
-            x = _clear(self.norm(x), absent)
+            x = clear(self.norm(x), absent)
         return (x, reports) if return_report else x
-
-
-def _clear(x: Tensor, absent: Tensor | None) -> Tensor:
-    return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
 
 
 def _redrawn(block: nn.Module) -> nn.Module:

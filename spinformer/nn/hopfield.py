@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spinformer.descent.algorithms import MajorizeMinimize
+from spinformer.descent.attention import from_heads, to_heads
 from spinformer.descent.energy import Energy, SumEnergy, clear
 from spinformer.descent.feed_forward import QuadraticEnergy
 from spinformer.descent.hopfield import HopfieldEnergy
@@ -45,19 +46,14 @@ class HeadsEnergy(Energy):
 
     def split(self, Y: Tensor) -> Tensor:
         """``Y Q_h``, ``(..., H, N, d_h)``."""
-        heads, _, width = self.frames.shape
-        parts: Tensor = (Y @ self._joint).unflatten(-1, (heads, width)).transpose(-3, -2)
-        return parts
-
-    def merge(self, parts: Tensor) -> Tensor:
-        """``sum_h U_h Q_h^T``, ``(..., N, d)``."""
-        return parts.transpose(-3, -2).flatten(-2) @ self._joint.mT
+        return to_heads(Y, self.frames)
 
     def energy(self, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.inner.energy(self.split(clear(Y, mask)), _heads(mask)).sum(-1)
 
     def gradient(self, Y: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.merge(self.inner.gradient(self.split(clear(Y, mask)), _heads(mask)))
+        slope = self.inner.gradient(self.split(clear(Y, mask)), _heads(mask))
+        return from_heads(slope, self.frames)
 
     def curvature(self, Y: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.inner.curvature(self.split(clear(Y, mask)), _heads(mask)).amax(-2)
@@ -65,10 +61,6 @@ class HeadsEnergy(Energy):
     def hessian_bounds(self, count: int) -> tuple[Tensor, Tensor]:
         lower, upper = self.inner.hessian_bounds(count)
         return lower.amin(-1), upper.amax(-1)
-
-    @property
-    def _joint(self) -> Tensor:
-        return self.frames.permute(1, 0, 2).flatten(1)
 
 
 @strict_options

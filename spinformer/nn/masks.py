@@ -20,6 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spinformer.spins.couplings.entries import clear
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -101,7 +103,7 @@ class Masks:
 
     def clear(self, x: Tensor) -> Tensor:
         """``x`` ``(B, N, d)`` with absent rows set to zero, which stops gradient and NaN."""
-        return x if self.absent is None else x.masked_fill(self.absent.unsqueeze(-1), 0.0)
+        return clear(x, self.absent)
 
 
 def check_heads(d_model: int, nhead: int) -> int:
